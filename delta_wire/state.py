@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a state is made of: the table of its tensors, and sparse changes between two states.
+
+Letters: `K` changed elements of one tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from delta_wire.digest import Digest, digest_change
+from delta_wire.errors import FormatError, ModelMismatchError
+
+# element sizes of what a version can carry; everything is compared and moved as 16-bit patterns
+DTYPE = "BF16"
+MAX_NAME_BYTES = 1024
+MAX_DIMS = 8
+MAX_ELEMENTS = 1 << 46
+MAX_TENSORS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One checkpoint tensor: its name, shape and safetensors dtype (always `BF16` in format 1)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = DTYPE
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+class TensorTable(Mapping[str, TensorSpec]):
+    """All tensors of a model, in name order; what both sides compare to know that they speak of the same model.
+
+    Args:
+        specs: the tensors, in any order, each name once.
+    """
+
+    def __init__(self, specs: Iterable[TensorSpec]):
+        ordered = sorted(specs, key=lambda spec: spec.name)
+        self._specs = {spec.name: spec for spec in ordered}
+        if len(self._specs) != len(ordered):
+            raise FormatError("a tensor table names a tensor twice")
+        self._raw: bytes | None = None
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return self._specs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all tensors."""
+        return sum(spec.num_elements for spec in self._specs.values())
+
+    @property
+    def full_bytes(self) -> int:
+        """Size of all weights in bf16."""
+        return 2 * self.num_params
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON: one object, names in order, each `{"dtype", "shape"}`."""
+        if self._raw is None:
+            table = {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in self._specs.values()}
+            self._raw = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
+        return self._raw
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, source: str) -> TensorTable:
+        """Parse and bound a table; `source` names the object in errors."""
+        try:
+            table = json.loads(raw)
+        except ValueError as error:
+            raise FormatError(
+                f"{source}: the tensor table is not JSON ({error}); the object is torn or foreign"
+            ) from error
+        if not isinstance(table, dict) or len(table) > MAX_TENSORS:
+            raise FormatError(f"{source}: a tensor table is one JSON object of at most {MAX_TENSORS} tensors")
+        return cls(_parse_spec(name, entry, source) for name, entry in table.items())
+
+    def require_same(self, found: TensorTable, expected_source: str, found_source: str) -> None:
+        """Raise [`ModelMismatchError`] with the differing names unless both tables agree in every entry."""
+        missing = [name for name in self if name not in found]
+        extra = [name for name in found if name not in self]
+        other = [name for name in self if name in found and found[name] != self[name]]
+        if not (missing or extra or other):
+            return
+        parts = []
+        if missing:
+            parts.append(f"{len(missing)} missing in {found_source}: {_some(missing)}")
+        if extra:
+            parts.append(f"{len(extra)} only in {found_source}: {_some(extra)}")
+        if other:
+            shapes = [
+                f"{n} {list(self[n].shape)} {self[n].dtype} ≠ {list(found[n].shape)} {found[n].dtype}" for n in other
+            ]
+            parts.append(f"{len(other)} of other shape or dtype: {_some(shapes)}")
+        raise ModelMismatchError(
+            f"{found_source} is not the model of {expected_source}: {'; '.join(parts)}. Use the checkpoint the run was "
+            "started from, or another bucket."
+        )
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _parse_spec(name: str, entry: object, source: str) -> TensorSpec:
+    if not name or len(name.encode()) > MAX_NAME_BYTES or not name.isprintable():
+        raise FormatError(f"{source}: {name[:80]!r} is no tensor name (printable, 1 to {MAX_NAME_BYTES} bytes)")
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape"} or entry["dtype"] != DTYPE:
+        raise FormatError(f"{source}: tensor {name}: expected dtype {DTYPE} and a shape, found {entry!r:.200}")
+    shape = entry["shape"]
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or any(type(d) is not int or d < 0 for d in shape):
+        raise FormatError(f"{source}: tensor {name}: {shape!r:.200} is no shape")
+    if prod(shape) > MAX_ELEMENTS:
+        raise FormatError(f"{source}: tensor {name}: {shape} has more than {MAX_ELEMENTS} elements")
+    return TensorSpec(name, tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDelta:
+    """The changed elements of one tensor.
+
+    Args:
+        name (`str`): checkpoint name.
+        indices (`np.ndarray`): `[K]`, int32 (int64 from 2^31 elements on), flat, strictly ascending.
+        new (`np.ndarray`): `[K]`, uint16, bits after the change.
+        old (`np.ndarray`, *optional*): `[K]`, uint16, bits before it; the trainer has them, a reader may not.
+    """
+
+    name: str
+    indices: np.ndarray
+    new: np.ndarray
+    old: np.ndarray | None = None
+
+    @property
+    def num_changed(self) -> int:
+        return int(self.indices.size)
+
+
+# sparse change of a whole state: tensors without a change are absent
+Delta = dict[str, TensorDelta]
+
+
+def num_changed(delta: Delta) -> int:
+    """Changed elements of a delta."""
+    return sum(part.num_changed for part in delta.values())
+
+
+def change_of_digest(delta: Delta) -> Digest:
+    """What a delta (with old bits) adds to the digest of its base."""
+    total = Digest()
+    for part in delta.values():
+        if part.old is None:
+            raise ValueError(f"change_of_digest: {part.name} has no old bits")
+        total = total + digest_change(part.name, part.indices, part.old, part.new)
+    return total
+
+
+def compose(first: Delta, second: Delta) -> Delta:
+    """The change that equals `first` followed by `second`.
+
+    Where both touch an element the second's bits win. With old bits on both sides, elements that end where they began
+    are dropped; without, all are kept.
+    """
+    merged = dict(first)
+    for name, after in second.items():
+        before = merged.get(name)
+        merged[name] = after if before is None else _compose_tensor(before, after)
+    return {name: part for name, part in merged.items() if part.num_changed}
+
+
+def _compose_tensor(first: TensorDelta, second: TensorDelta) -> TensorDelta:
+    from delta_wire.kernels import cpu
+
+    size = int(cpu.merge_count(first.indices, second.indices))
+    indices = np.empty(size, dtype=np.promote_types(first.indices.dtype, second.indices.dtype))
+    old, new = np.empty(size, dtype=np.uint16), np.empty(size, dtype=np.uint16)
+    old_1, old_2 = first.old, second.old
+    has_old = old_1 is not None and old_2 is not None
+    if old_1 is None or old_2 is None:
+        # any array of the right size: without old bits nothing is compared with it
+        old_1, old_2 = first.new, second.new
+    written = int(
+        cpu.merge_fill(first.indices, old_1, first.new, second.indices, old_2, second.new, has_old, indices, old, new)
+    )
+    return TensorDelta(first.name, indices[:written], new[:written], old[:written] if has_old else None)

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every data-parallel primitive of the project, in a plain reference form and a fast form per device.
+
+Installed as `delta_wire.kernels`. vLLM looks for a top-level module called `triton_kernels` and takes any module of
+that name for a library it knows, so this folder refuses to be imported under its folder name.
+
+Letters: `N` elements of a tensor, `K` changed elements. Bits are bf16 bit patterns held in 16-bit integers.
+"""
+
+if __name__ == "triton_kernels":
+    raise ImportError(
+        "this folder is installed as 'delta_wire.kernels' and must not be imported as 'triton_kernels': vLLM would "
+        "take it for another library. Install the project with 'pip install .' and start programs from another folder."
+    )
+
+from delta_wire.kernels.dispatch import digest_dense, digest_sparse, extract, gather, round_bits, scatter, warm_up
+
+__all__ = ["digest_dense", "digest_sparse", "extract", "gather", "round_bits", "scatter", "warm_up"]
