@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 128-bit digest of a state: a set hash over (tensor name, flat index, bits).
 
-The digest of a state is the sum of the hashes of all its elements, in two lanes modulo 2^64. Sums do not care for order
-or sharding: digests of parts add up, and a change of `K` elements updates the digest by what it adds and removes. It
-proves that two states are equal against accidents and lost updates; it is not a signature.
+The digest of a state is the sum of the hashes of all its elements, in two lanes modulo 2^64. Sums do not care for
+order or sharding: digests of parts add up, and a change of `K` elements updates the digest by what it adds and
+removes. It proves that two states are equal against accidents and lost updates; it is not a signature.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class TensorTable(Mapping[str, TensorSpec]):
             ]
             parts.append(f"{len(other)} of other shape or dtype: {_some(shapes)}")
         raise ModelMismatchError(
-            f"{found_source} is not the model of {expected_source}: {'; '.join(parts)}. Use the checkpoint the run was "
-            "started from, or another bucket."
+            f"{found_source} is not the model of {expected_source}: {'; '.join(parts)}. Use the checkpoint the run "
+            "was started from, or another bucket."
         )
 
 

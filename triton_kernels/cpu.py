@@ -56,7 +56,7 @@ def count_f32(wide, snapshot, start, stop):
 
 @_jit
 def fill_f32(wide, snapshot, start, stop, indices, old, new, at):
-    """Write changed indices, old and new bits of `[start, stop)` from position `at` on; bring `snapshot` up to date."""
+    """Write changed indices, old and new bits of `[start, stop)` from position `at` on; update `snapshot`."""
     group = start
     while group < stop:
         end = min(group + _GROUP, stop)
@@ -177,7 +177,7 @@ def merge_count(first, second):
 @_jit
 def merge_fill(first, old_1, new_1, second, old_2, new_2, drop_equal, indices, old, new):
     """Compose two sparse changes of one tensor: where both touch an index, the old bits are the first's and the new
-    bits the second's. With `drop_equal`, elements that end where they began are left out. Returns the number written."""
+    bits the second's. With `drop_equal`, elements that end where they began are left out. Returns the number kept."""
     i = j = at = 0
     while i < first.size or j < second.size:
         take_first = i < first.size and (j >= second.size or np.int64(first[i]) <= np.int64(second[j]))

@@ -77,7 +77,7 @@ def extract(param: torch.Tensor, snapshot: torch.Tensor) -> tuple[torch.Tensor, 
     _require(param.is_contiguous() and snapshot.is_contiguous(), "extract: parameter and snapshot must be contiguous")
     _require(
         snapshot.dtype == torch.int16 and snapshot.numel() == param.numel() and snapshot.dim() == 1,
-        f"extract: the snapshot must be int16 of {param.numel()} elements, found {snapshot.dtype} of {snapshot.numel()}",
+        f"extract: the snapshot must be int16 [{param.numel()}], found {snapshot.dtype} {list(snapshot.shape)}",
     )
     index_dtype = torch.int32 if param.numel() < _INT32_LIMIT else torch.int64
     if param.device.type != "cpu":

@@ -53,7 +53,7 @@ def _mix(x: int) -> int:
 
 
 def element_hash(index: int, bits: int, keys: tuple[int, int]) -> tuple[int, int]:
-    """Hash of one element: two 64-bit lanes over `index * 2^16 + bits`, each under its own key of the tensor's name."""
+    """Hash of one element: two 64-bit lanes over `index * 2^16 + bits`, each under its own key of the name."""
     word = ((index << 16) | bits) & _MASK64
     return _mix(word ^ keys[0]), _mix((word + keys[1]) & _MASK64)
 

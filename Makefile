@@ -1,0 +1,41 @@
+# Each target does all its own set-up. PYTHON is the interpreter (3.11 or newer) that the environment is made from.
+# pip's own variables are honoured: where the default index offers no CPU build of torch, set PIP_EXTRA_INDEX_URL to one
+# that does.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+MODEL ?= smollm2
+PYTEST_ARGS ?=
+
+.PHONY: help env demo test lint format clean
+
+help:
+	@echo "make demo               train SmolLM2-135M with TRL, serve it with vLLM, sync by deltas (about 15 minutes)"
+	@echo "make demo MODEL=tiny    the same with a generated model (under 4 minutes after the environment exists)"
+	@echo "make test               lint and all tests"
+	@echo "make env                only the environment, in $(VENV)"
+
+env: $(READY)
+
+$(READY): requirements/cpu.txt pyproject.toml tools/make_env.sh
+	PYTHON="$(PYTHON)" bash tools/make_env.sh "$(VENV)"
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/quickstart_cpu.py --model $(MODEL) $(DEMO_ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	bash tools/typecheck.sh "$(VENV)"
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs .cache
