@@ -7,7 +7,6 @@ Letters: `K` changed elements of one tensor.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +15,7 @@ import numpy as np
 
 from delta_wire.digest import Digest, digest_change
 from delta_wire.errors import FormatError, ModelMismatchError
+from delta_wire.strict import dump, load_object
 
 # element sizes of what a version can carry; everything is compared and moved as 16-bit patterns
 DTYPE = "BF16"
@@ -23,6 +23,8 @@ MAX_NAME_BYTES = 1024
 MAX_DIMS = 8
 MAX_ELEMENTS = 1 << 46
 MAX_TENSORS = 1 << 21
+MAX_TABLE_BYTES = 256 << 20
+_INT32_LIMIT = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class TensorTable(Mapping[str, TensorSpec]):
         """Canonical JSON: one object, names in order, each `{"dtype", "shape"}`."""
         if self._raw is None:
             table = {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape)} for spec in self._specs.values()}
-            self._raw = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
+            self._raw = dump(table)
         return self._raw
 
     @property
@@ -85,14 +87,9 @@ class TensorTable(Mapping[str, TensorSpec]):
     @classmethod
     def from_bytes(cls, raw: bytes, source: str) -> TensorTable:
         """Parse and bound a table; `source` names the object in errors."""
-        try:
-            table = json.loads(raw)
-        except ValueError as error:
-            raise FormatError(
-                f"{source}: the tensor table is not JSON ({error}); the object is torn or foreign"
-            ) from error
-        if not isinstance(table, dict) or len(table) > MAX_TENSORS:
-            raise FormatError(f"{source}: a tensor table is one JSON object of at most {MAX_TENSORS} tensors")
+        table = load_object(raw, source, MAX_TABLE_BYTES)
+        if len(table) > MAX_TENSORS:
+            raise FormatError(f"{source}: a tensor table has at most {MAX_TENSORS} tensors, found {len(table)}")
         return cls(_parse_spec(name, entry, source) for name, entry in table.items())
 
     def require_same(self, found: TensorTable, expected_source: str, found_source: str) -> None:
@@ -124,15 +121,16 @@ def _some(names: list[str], limit: int = 8) -> str:
 
 
 def _parse_spec(name: str, entry: object, source: str) -> TensorSpec:
-    if not name or len(name.encode()) > MAX_NAME_BYTES or not name.isprintable():
+    # a lone surrogate is not printable and must not reach encode()
+    if not name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
         raise FormatError(f"{source}: {name[:80]!r} is no tensor name (printable, 1 to {MAX_NAME_BYTES} bytes)")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape"} or entry["dtype"] != DTYPE:
         raise FormatError(f"{source}: tensor {name}: expected dtype {DTYPE} and a shape, found {entry!r:.200}")
     shape = entry["shape"]
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or any(type(d) is not int or d < 0 for d in shape):
         raise FormatError(f"{source}: tensor {name}: {shape!r:.200} is no shape")
-    if prod(shape) > MAX_ELEMENTS:
-        raise FormatError(f"{source}: tensor {name}: {shape} has more than {MAX_ELEMENTS} elements")
+    if any(dim > MAX_ELEMENTS for dim in shape) or prod(shape) > MAX_ELEMENTS:
+        raise FormatError(f"{source}: tensor {name}: {shape!r:.200} has more than {MAX_ELEMENTS} elements")
     return TensorSpec(name, tuple(shape))
 
 
@@ -143,14 +141,17 @@ class TensorDelta:
     Args:
         name (`str`): checkpoint name.
         indices (`np.ndarray`): `[K]`, int32 (int64 from 2^31 elements on), flat, strictly ascending.
-        new (`np.ndarray`): `[K]`, uint16, bits after the change.
+        new (`np.ndarray`): `[K]`, uint16, bits after the change; steps where `relative` is set.
         old (`np.ndarray`, *optional*): `[K]`, uint16, bits before it; the trainer has them, a reader may not.
+        relative (`np.ndarray`, *optional*): `[K]`, bool, marks elements whose `new` is a step on the monotone bf16
+            line, to be added to the old value, instead of a bit pattern. `None`: none is.
     """
 
     name: str
     indices: np.ndarray
     new: np.ndarray
     old: np.ndarray | None = None
+    relative: np.ndarray | None = None
 
     @property
     def num_changed(self) -> int:
@@ -161,9 +162,56 @@ class TensorDelta:
 Delta = dict[str, TensorDelta]
 
 
+def index_dtype(num_elements: int) -> np.dtype:
+    """Type of the flat indices of a tensor: int32, int64 from 2^31 elements on."""
+    return np.dtype(np.int32 if num_elements < _INT32_LIMIT else np.int64)
+
+
+def check_part(part: TensorDelta, spec: TensorSpec, source: str) -> None:
+    """Raise [`FormatError`] unless a change fits its tensor: types, lengths, indices in range and strictly ascending."""
+    from delta_wire.kernels import cpu
+
+    arrays = [part.new] if part.old is None else [part.new, part.old]
+    if part.indices.dtype not in (np.int32, np.int64) or any(array.dtype != np.uint16 for array in arrays):
+        raise FormatError(
+            f"{source}: tensor {spec.name}: expected int32 or int64 indices and uint16 bits, found {part.indices.dtype} "
+            f"and {', '.join(str(array.dtype) for array in arrays)}"
+        )
+    if part.indices.ndim != 1 or any(array.shape != part.indices.shape for array in arrays):
+        raise FormatError(
+            f"{source}: tensor {spec.name}: expected one value per index, found {part.indices.shape} indices and "
+            f"{', '.join(str(array.shape) for array in arrays)} values"
+        )
+    wrong = int(cpu.check_indices(part.indices, spec.num_elements))
+    if wrong >= 0:
+        before = f" after {part.indices[wrong - 1]}" if wrong else ""
+        raise FormatError(
+            f"{source}: tensor {spec.name}: index {part.indices[wrong]}{before} at position {wrong} is out of range or "
+            f"not ascending; expected strictly ascending indices below {spec.num_elements}"
+        )
+
+
+def whole(part: TensorDelta, new_bits: np.ndarray) -> TensorDelta:
+    """The same change with every element of the tensor listed, which encodings store without indices.
+
+    Args:
+        part ([`TensorDelta`]): the change.
+        new_bits (`np.ndarray`): all bits of the tensor after the change, flat, uint16; copied.
+    """
+    new = new_bits.reshape(-1).copy()
+    old = None
+    if part.old is not None:
+        old = new.copy()
+        old[part.indices] = part.old
+    return TensorDelta(part.name, np.arange(new.size, dtype=index_dtype(new.size)), new, old)
+
+
 def num_changed(delta: Delta) -> int:
-    """Changed elements of a delta."""
-    return sum(part.num_changed for part in delta.values())
+    """Changed elements of a delta. Where old bits are at hand, listed elements that keep their bits do not count."""
+    return sum(
+        part.num_changed if part.old is None else int(np.count_nonzero(part.old != part.new))
+        for part in delta.values()
+    )
 
 
 def change_of_digest(delta: Delta) -> Digest:

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local files that appear complete or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+# begins with a dot, so that it can never be the key of an object
+TEMPORARY_PREFIX = ".tmp-"
+COPY_BYTES = 1 << 20
+
+
+def temporary_beside(path: Path) -> Path:
+    """A new hidden name in the same folder, so that a rename stays inside one file system."""
+    return path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(6)}")
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames in a folder durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name and rename it into place."""
+    temporary = temporary_beside(path)
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sha256_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

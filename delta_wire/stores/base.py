@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a bucket must be able to do, whatever keeps it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from delta_wire.errors import FormatError
+
+MAX_KEY_CHARS = 512
+# no component begins with a dot: neither `..` nor a hidden (temporary) file is a key
+_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._+@=-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._+@=-]*)*")
+_COMPONENT_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One line of a listing."""
+
+    key: str
+    size_bytes: int
+
+
+class Store(Protocol):
+    """A flat space of immutable objects under keys, and a few small ones that are overwritten whole.
+
+    Every method raises a [`~delta_wire.errors.StoreError`] when the bucket cannot do what was asked, and
+    [`~delta_wire.errors.FormatError`] for a key that is none. No method leaves a partly written object or file behind
+    under its final name.
+
+    Attributes:
+        url (`str`): what errors and logs call the bucket.
+        create_only (`bool`): whether `put(create_only=True)` has exactly one winner.
+    """
+
+    url: str
+    create_only: bool
+
+    def get(self, key: str, max_bytes: int) -> bytes:
+        """The whole object; [`FormatError`] if it has more than `max_bytes`."""
+        ...
+
+    def get_file(self, key: str, path: Path, max_bytes: int) -> None:
+        """As `get`, into a local file that appears complete or not at all."""
+        ...
+
+    def put(self, key: str, data: bytes | Path, *, create_only: bool = False) -> None:
+        """Write an object durably; with `create_only` an existing one raises [`ObjectExistsError`]."""
+        ...
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """Objects whose key begins with `prefix`, in key order."""
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; those that do not exist are no error."""
+        ...
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object of that key."""
+        ...
+
+    def ensure(self) -> None:
+        """Create the bucket unless it exists."""
+        ...
+
+    def close(self) -> None:
+        """Give back connections; the store is not used afterwards."""
+        ...
+
+
+def is_key(key: object) -> bool:
+    """Whether a string can be the key of an object: relative, bounded, no `..`, no hidden component."""
+    return (
+        isinstance(key, str)
+        and len(key) <= MAX_KEY_CHARS
+        and _KEY.fullmatch(key) is not None
+        and all(len(part) <= _COMPONENT_CHARS for part in key.split("/"))
+    )
+
+
+def check_key(key: str, url: str) -> str:
+    """Return the key, or raise [`FormatError`] if it could leave the bucket or name a temporary file."""
+    if not is_key(key):
+        raise FormatError(
+            f"{url}: {key!r:.200} is no object key; expected parts of letters, digits and ._+@=- joined by '/', none "
+            f"beginning with a dot, at most {MAX_KEY_CHARS} characters"
+        )
+    return key
+
+
+def too_large(url: str, key: str, size_bytes: int, max_bytes: int) -> FormatError:
+    """The error of an object that is longer than its reader allows."""
+    return FormatError(
+        f"{url}/{key}: expected at most {max_bytes} bytes, found {size_bytes}; the object is not what was published"
+    )

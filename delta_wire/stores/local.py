@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket in a local (or mounted) folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from delta_wire.errors import (
+    BucketNotFoundError,
+    DeltaError,
+    FormatError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    SetupError,
+    StoreUnavailableError,
+)
+from delta_wire.files import COPY_BYTES, sync_folder, temporary_beside
+from delta_wire.stores.base import ObjectInfo, check_key, is_key, too_large
+
+# what a file system without hard links answers
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class LocalStore:
+    """Bucket in a folder. Objects are written under a temporary name, synced and renamed, so a crash leaves none torn.
+
+    A folder that has vanished is never created again behind the user's back: every call raises
+    [`~delta_wire.errors.BucketNotFoundError`] until somebody calls `ensure()`.
+
+    Args:
+        root (`Path`): the folder.
+    """
+
+    create_only = True
+
+    def __init__(self, root: Path):
+        self.root = Path(os.path.abspath(root))
+        self.url = str(self.root)
+
+    def ensure(self) -> None:
+        with self._errors("", "create the bucket"):
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+            except FileExistsError:
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder", self.url) from None
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def get(self, key: str, max_bytes: int) -> bytes:
+        with self._errors(key, "read"), self._open(key, max_bytes) as (file, size_bytes):
+            data = file.read(size_bytes + 1)
+            if len(data) != size_bytes:
+                raise self._changed(key, size_bytes, len(data))
+        return data
+
+    def get_file(self, key: str, path: Path, max_bytes: int) -> None:
+        with self._errors(key, "read"), self._open(key, max_bytes) as (file, size_bytes):
+            temporary = temporary_beside(path)
+            try:
+                with _staging(path), temporary.open("xb") as out:
+                    shutil.copyfileobj(file, out, COPY_BYTES)
+                    copied = out.tell()
+                if copied != size_bytes:
+                    raise self._changed(key, size_bytes, copied)
+                with _staging(path):
+                    os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def put(self, key: str, data: bytes | Path, *, create_only: bool = False) -> None:
+        path = self._path(key)
+        if create_only and os.path.lexists(path):
+            raise self._exists(key)
+        with self._errors(key, "write"):
+            self._make_parents(path)
+            temporary = temporary_beside(path)
+            try:
+                with temporary.open("xb") as out:
+                    if isinstance(data, Path):
+                        with data.open("rb") as source:
+                            shutil.copyfileobj(source, out, COPY_BYTES)
+                    else:
+                        out.write(data)
+                    out.flush()
+                    os.fsync(out.fileno())
+                if create_only:
+                    self._link(temporary, path, key)
+                else:
+                    os.replace(temporary, path)
+                sync_folder(path.parent)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        with self._errors(prefix, "list"):
+            self._require_root()
+            # only the folder that a matching key must lie in is walked
+            folder = prefix.rpartition("/")[0]
+            if folder and not is_key(folder):
+                return []
+            found = [info for info in self._walk(folder) if info.key.startswith(prefix)]
+        return sorted(found, key=lambda info: info.key)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        paths = [(key, self._path(key)) for key in keys]
+        for key, path in paths:
+            with self._errors(key, "delete"):
+                self._require_root()
+                path.unlink(missing_ok=True)
+
+    def exists(self, key: str) -> bool:
+        path = self._path(key)
+        with self._errors(key, "look for"):
+            try:
+                return stat.S_ISREG(os.lstat(path).st_mode)
+            except (FileNotFoundError, NotADirectoryError):
+                self._require_root()
+                return False
+
+    def _path(self, key: str) -> Path:
+        return self.root.joinpath(*check_key(key, self.url).split("/"))
+
+    def _require_root(self) -> None:
+        if not self.root.is_dir():
+            raise BucketNotFoundError(
+                f"{self.url}: there is no such folder, so there is no bucket; check the path, mount it again, or let "
+                "the trainer create it at its start"
+            )
+
+    def _inside(self, folder: Path) -> bool:
+        real = os.path.realpath(folder)
+        root = os.path.realpath(self.root)
+        return real == root or real.startswith(root.rstrip(os.sep) + os.sep)
+
+    def _make_parents(self, path: Path) -> None:
+        self._require_root()
+        folder = self.root
+        for part in path.relative_to(self.root).parts[:-1]:
+            parent, folder = folder, folder / part
+            try:
+                # not makedirs: that would bring a vanished root back
+                folder.mkdir()
+            except FileExistsError:
+                continue
+            sync_folder(parent)
+        if not self._inside(path.parent):
+            raise FormatError(f"{self.url}: {path.parent} leads out of the bucket through a symbolic link; remove it")
+
+    @contextmanager
+    def _open(self, key: str, max_bytes: int) -> Iterator[tuple[IO[bytes], int]]:
+        path = self._path(key)
+        # no links and no waiting on a pipe: whoever can write the bucket must not choose what else is read
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode) or not self._inside(path.parent):
+                raise self._foreign(key)
+            if status.st_size > max_bytes:
+                raise too_large(self.url, key, status.st_size, max_bytes)
+            with os.fdopen(handle, "rb", closefd=False) as file:
+                yield file, status.st_size
+        finally:
+            os.close(handle)
+
+    def _walk(self, folder: str) -> Iterator[ObjectInfo]:
+        try:
+            entries = list(os.scandir(self.root / folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            key = f"{folder}/{entry.name}" if folder else entry.name
+            if not is_key(key):
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                # removed since the folder was read
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                yield from self._walk(key)
+            elif stat.S_ISREG(status.st_mode):
+                yield ObjectInfo(key, status.st_size)
+
+    def _link(self, temporary: Path, path: Path, key: str) -> None:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise self._exists(key) from None
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise SetupError(
+                    f"{self.url}: the file system has no hard links ({error.strerror}), which keep a second trainer "
+                    "from writing to the same bucket; put the bucket on another file system"
+                ) from error
+            raise
+
+    def _exists(self, key: str) -> ObjectExistsError:
+        return ObjectExistsError(f"{self.url}/{key}: the object exists already")
+
+    def _foreign(self, key: str) -> FormatError:
+        return FormatError(
+            f"{self.url}/{key}: expected a regular file inside the bucket, found a folder, link or device; remove it"
+        )
+
+    def _changed(self, key: str, expected_bytes: int, found_bytes: int) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"{self.url}/{key}: expected {expected_bytes} bytes, read {found_bytes}; the file changed meanwhile"
+        )
+
+    @contextmanager
+    def _errors(self, key: str, action: str) -> Iterator[None]:
+        """Translate what the operating system says into the errors of a store."""
+        try:
+            yield
+        except DeltaError:
+            raise
+        except FileNotFoundError:
+            self._require_root()
+            raise ObjectNotFoundError(f"{self.url}/{key}: there is no such object") from None
+        except NotADirectoryError as error:
+            self._require_root()
+            raise ObjectNotFoundError(f"{self.url}/{key}: {error.filename} is no folder") from None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise self._foreign(key) from None
+            raise StoreUnavailableError(
+                f"{self.url}/{key}: cannot {action}: {error.strerror or error}; check access rights and free space of "
+                "the bucket's folder"
+            ) from error
+
+
+@contextmanager
+def _staging(path: Path) -> Iterator[None]:
+    """A full or missing staging folder is not the bucket's fault, and the message must not say so."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"{path.parent}: cannot write the downloaded file: {error.strerror or error}; free space there or choose "
+            "another folder"
+        ) from error
