@@ -33,11 +33,12 @@ CHAT_TEMPLATE = (
 # text enough for a few hundred merges; another text is another model
 TINY_CORPUS = (
     "What is 12 plus 30? Answer with the number only. The answer is 42. How much is seven times eight minus nine? "
-    "Please add these two numbers and write down the result. A trainer changes a small part of the weights at every "
-    "step, and a server that generates text should receive exactly that part. Reading, comparing, publishing, "
-    "fetching and patching must not lose a single bit. When the bucket is gone, both sides say so; when it returns, they carry "
-    "on where they stopped. First count, then fill; first stage, then commit; first measure, then claim. Sums of many "
-    "hashes prove that two states are equal, whatever the order of their parts. user assistant system question reply"
+    "Please add these two numbers and write down the result. A trainer changes a small part of the weights at every"
+    " step, and a server that generates text should receive exactly that part. Reading, comparing, publishing, "
+    "fetching and patching must not lose a single bit. When the bucket is gone, both sides say so; when it returns,"
+    " they carry on where they stopped. First count, then fill; first stage, then commit; first measure, then "
+    "claim. Sums of many hashes prove that two states are equal, whatever the order of their parts. user assistant "
+    "system question reply"
 )
 
 # how the rollout worker of TRL reads an answer back out of ChatML text; it knows the templates of some public models

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the trainer's side. What both sides must agree on travels in the bucket instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from delta_wire.errors import SetupError
+
+ON_FAILURE = ("warn", "stop")
+
+
+@dataclass
+class DeltaSyncConfig:
+    """How a training run publishes its weights.
+
+    The fields share a namespace with those of a trainer's own config when a command line or a YAML file is parsed into
+    both, hence their prefix.
+
+    Args:
+        delta_sync_bucket (`str`, *optional*):
+            Address of the bucket: a folder that trainer and servers reach, or `file:///folder`. May be given to
+            [`DeltaSyncCallback`] or [`attach`] instead.
+        delta_sync_steps (`int`, *optional*, defaults to `1`):
+            Publish every so many optimizer steps. What is skipped is part of the next version, and the last step is
+            always published.
+        delta_sync_encoding (`str`, *optional*, defaults to `"plain"`):
+            Encoding of the deltas.
+        delta_sync_on_failure (`str`, *optional*, defaults to `"warn"`):
+            What an error does that another try cannot mend (another writer, a foreign object): `"warn"` reports it
+            once and trains on without publishing, `"stop"` raises it in the training loop. A bucket out of reach is
+            neither: it is tried again for as long as training lasts.
+        delta_sync_close_timeout_s (`float`, *optional*, defaults to `120.0`):
+            Seconds to wait after training until the last version is durable.
+        delta_sync_expected_servers (`int`, *optional*, defaults to `1`):
+            Servers that must have acknowledged a version before rollouts are labelled with it.
+        delta_sync_start_timeout_s (`float`, *optional*, defaults to `240.0`):
+            Seconds that [`attach`]ed training waits at its start until the servers serve its first version. `0` starts
+            at once.
+        delta_sync_server_timeout_s (`float`, *optional*, defaults to `300.0`):
+            A server that has fallen behind and has said nothing for so many seconds is taken for gone.
+        delta_sync_ack_poll_s (`float`, *optional*, defaults to `0.2`):
+            Seconds between two looks at the servers' acknowledgements.
+    """
+
+    delta_sync_bucket: str | None = field(
+        default=None,
+        metadata={"help": "Address of the bucket: a folder that trainer and servers reach, or file:///folder."},
+    )
+    delta_sync_steps: int = field(
+        default=1,
+        metadata={"help": "Publish every so many optimizer steps; the last step is always published."},
+    )
+    delta_sync_encoding: str = field(default="plain", metadata={"help": "Encoding of the deltas."})
+    delta_sync_on_failure: str = field(
+        default="warn",
+        metadata={
+            "help": "On an error that another try cannot mend: 'warn' once and train on unpublished, or 'stop'.",
+            "choices": list(ON_FAILURE),
+        },
+    )
+    delta_sync_close_timeout_s: float = field(
+        default=120.0,
+        metadata={"help": "Seconds to wait after training until the last version is durable."},
+    )
+    delta_sync_expected_servers: int = field(
+        default=1,
+        metadata={"help": "Servers that must acknowledge a version before rollouts are labelled with it."},
+    )
+    delta_sync_start_timeout_s: float = field(
+        default=240.0,
+        metadata={"help": "Seconds to wait at the start until the servers serve the first version; 0 starts at once."},
+    )
+    delta_sync_server_timeout_s: float = field(
+        default=300.0,
+        metadata={"help": "A server that is behind and silent for so many seconds is taken for gone."},
+    )
+    delta_sync_ack_poll_s: float = field(
+        default=0.2,
+        metadata={"help": "Seconds between two looks at the servers' acknowledgements."},
+    )
+
+    def __post_init__(self):
+        if self.delta_sync_on_failure not in ON_FAILURE:
+            raise SetupError(
+                f"delta_sync_on_failure: expected one of {', '.join(ON_FAILURE)}, found {self.delta_sync_on_failure!r}"
+            )
+        for name in ("delta_sync_steps", "delta_sync_expected_servers"):
+            if getattr(self, name) < 1:
+                raise SetupError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        for name in ("delta_sync_close_timeout_s", "delta_sync_start_timeout_s", "delta_sync_server_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise SetupError(f"{name}: expected 0 or more seconds, found {getattr(self, name)}")
+        if not self.delta_sync_ack_poll_s > 0:
+            raise SetupError(
+                f"delta_sync_ack_poll_s: expected more than 0 seconds, found {self.delta_sync_ack_poll_s}"
+            )
+
+    def require_bucket(self, bucket: str | None) -> str:
+        """The bucket's address, given directly or by the config; [`SetupError`] if neither or both differ."""
+        if bucket and self.delta_sync_bucket and bucket != self.delta_sync_bucket:
+            raise SetupError(
+                f"two buckets are given: {bucket!r} directly and {self.delta_sync_bucket!r} by delta_sync_bucket; "
+                "give one of them"
+            )
+        chosen = bucket or self.delta_sync_bucket
+        if not chosen:
+            raise SetupError(
+                "delta weight sync is on but has no bucket; pass bucket='folder that the servers reach', or set "
+                "delta_sync_bucket in the config"
+            )
+        return chosen

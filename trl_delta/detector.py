@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bf16 bits of the live weights differ from what was last handed to the publisher.
+
+Letters: `N` elements of a tensor, `K` changed elements of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from delta_wire import kernels
+from delta_wire.digest import Digest, digest_tensor
+from delta_wire.errors import SetupError
+from delta_wire.state import Delta, TensorDelta, change_of_digest
+from trl_delta.names import LiveTensor
+
+
+class Detector:
+    """Holds the bits of the last extraction, 2 bytes per parameter on the parameter's own device, and their digest.
+
+    The comparison is with the last extraction, not with the weights before a step: skipped steps, a sparse cadence and
+    optimizers that move weights elsewhere than in `step()` lose nothing. Used by the training thread only.
+
+    Args:
+        live (list of [`LiveTensor`]): the model's tensors.
+    """
+
+    def __init__(self, live: Iterable[LiveTensor]):
+        self._snapshot: dict[str, torch.Tensor] = {}
+        self.digest = Digest()
+        for entry in live:
+            bits = kernels.round_bits(_contiguous(entry.tensor)).reshape(-1)
+            self._snapshot[entry.name] = bits
+            for name in entry.names:
+                self.digest = self.digest + digest_tensor(name, to_numpy(bits))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return sum(bits.numel() * bits.element_size() for bits in self._snapshot.values())
+
+    def extract(self, live: Iterable[LiveTensor]) -> Delta:
+        """Find all changes since the last call (or the start) and make them the new state.
+
+        Args:
+            live (list of [`LiveTensor`]): the same tensors as at the start, as they are now.
+
+        Returns:
+            `Delta`: changed tensors only, with old bits; every element whose bits differ, and no other.
+        """
+        changes: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        delta: Delta = {}
+        try:
+            for entry in live:
+                changed = kernels.extract(_contiguous(entry.tensor), self._held(entry))
+                changes[entry.name] = changed
+                if changed[0].numel():
+                    arrays = [to_numpy(part) for part in changed]
+                    for name in entry.names:
+                        delta[name] = TensorDelta(name, arrays[0], new=arrays[2], old=arrays[1])
+        except BaseException:
+            # what is not handed out must be found again
+            for name, (indices, old, _) in changes.items():
+                kernels.scatter(self._snapshot[name], indices.to(torch.int64), old)
+            raise
+        self.digest = self.digest + change_of_digest(delta)
+        return delta
+
+    def _held(self, entry: LiveTensor) -> torch.Tensor:
+        held = self._snapshot.get(entry.name)
+        if held is None or held.numel() != entry.tensor.numel():
+            raise SetupError(
+                f"tensor {entry.name} of {entry.tensor.numel()} elements was not part of the model when training "
+                "began; a model must keep its tensors while its weights are published"
+            )
+        return held
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Host array of a tensor of indices, or of bits (int16), which become uint16; zero-copy on a CPU."""
+    array = tensor.detach().cpu().numpy()
+    return array.view(np.uint16) if array.dtype == np.int16 else array
+
+
+def live_bits(live: Iterable[LiveTensor]) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield each checkpoint name with its bf16 bits, uint16 in the tensor's shape, read from the weights just now."""
+    for entry in live:
+        bits = to_numpy(kernels.round_bits(_contiguous(entry.tensor)))
+        for name in entry.names:
+            yield name, bits
+
+
+def tensor_digests(live: Iterable[LiveTensor]) -> dict[str, Digest]:
+    """Digest of every tensor, computed afresh from the weights as they are now."""
+    return {name: digest_tensor(name, bits) for name, bits in live_bits(live)}
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous()

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publishing in the background: one delta on its way, one waiting, and no change ever lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from delta_wire.bucket import Published
+from delta_wire.digest import Digest
+from delta_wire.errors import StoreError
+from delta_wire.manifest import VersionId
+from delta_wire.state import Delta, compose, num_changed
+from delta_wire.stores import Store
+
+logger = logging.getLogger(__name__)
+# how long a thread that hangs in a call to the store is waited for when closing
+_JOIN_S = 5.0
+
+
+class Writer(Protocol):
+    """What the publisher needs of a [`~delta_wire.bucket.BucketWriter`]."""
+
+    store: Store
+
+    @property
+    def version(self) -> VersionId: ...
+
+    @property
+    def digest(self) -> Digest: ...
+
+    def publish(self, delta: Delta, *, digest: Digest, step: int | None, encoding: str) -> Published: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A version that became durable.
+
+    Args:
+        seq (`int`): its sequence number.
+        step (`int`): optimizer step whose weights it was published with.
+        digest ([`~delta_wire.digest.Digest`]): of its state.
+        delta_bytes (`int`): size of its objects.
+        num_changed (`int`): changed elements.
+        publish_s (`float`): seconds from hand-over to durable, other tries included.
+    """
+
+    seq: int
+    step: int
+    digest: Digest
+    delta_bytes: int
+    num_changed: int
+    publish_s: float
+
+
+@dataclass
+class _Item:
+    delta: Delta
+    digest: Digest
+    step: int
+    submitted_s: float
+
+
+class Publisher:
+    """Owns a writer and the thread that calls it.
+
+    The training thread hands deltas over and never waits. While one is being published, later ones coalesce into a
+    single one that waits. A bucket out of reach is tried again, ever more slowly, for as long as the publisher is
+    open; any other error stops it and is kept in `failure`.
+
+    Args:
+        writer ([`~delta_wire.bucket.BucketWriter`]): its version is the state that the first delta applies to.
+        step (`int`): optimizer step of that state.
+        encoding (`str`, *optional*, defaults to `"plain"`): encoding of the deltas.
+        retry_min_s, retry_max_s (`float`, *optional*): first and longest pause between two tries.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        *,
+        step: int,
+        encoding: str = "plain",
+        retry_min_s: float = 0.5,
+        retry_max_s: float = 30.0,
+    ):
+        self.writer = writer
+        self.failure: Exception | None = None
+        self.records: list[Record] = []
+        self._encoding = encoding
+        self._retry_s = (retry_min_s, retry_max_s)
+        self._start_seq = writer.version.seq
+        self._digests = {self._start_seq: writer.digest}
+        # newest step whose weights equal a version's; the step of an empty delta needs no version of its own
+        self._contains = {self._start_seq: step}
+        self._since_s = {self._start_seq: time.monotonic()}
+        self._durable_seq = self._start_seq
+        self._pending: _Item | None = None
+        self._in_flight: _Item | None = None
+        self._reported_outage = False
+        self._closing = False
+        self._abandon = threading.Event()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="delta-publisher", daemon=True)
+        self._thread.start()
+
+    @property
+    def durable_seq(self) -> int:
+        """Sequence number of the newest durable version."""
+        return self._durable_seq
+
+    def digest_of(self, seq: int) -> Digest | None:
+        """Digest of a version of this session, `None` for others."""
+        with self._changed:
+            return self._digests.get(seq)
+
+    def step_of(self, seq: int) -> int | None:
+        """Newest optimizer step whose weights are those of version `seq`, `None` for versions of other sessions."""
+        with self._changed:
+            return self._contains.get(seq)
+
+    def durable_since_s(self, seq: int) -> float:
+        """Monotonic time at which a version became durable; that of the session's start for older ones."""
+        with self._changed:
+            return self._since_s.get(seq, self._since_s[self._start_seq])
+
+    def submit(self, delta: Delta, *, digest: Digest, step: int) -> None:
+        """Hand a delta over. Called by the training thread.
+
+        Args:
+            delta (`Delta`): change since the previous call, with old bits; may be empty.
+            digest ([`~delta_wire.digest.Digest`]): of the state after it.
+            step (`int`): optimizer step of that state.
+        """
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("Publisher.submit: the publisher is closed")
+            if self._pending is not None:
+                pending = self._pending
+                pending.delta, pending.digest, pending.step = compose(pending.delta, delta), digest, step
+            elif delta or self._in_flight is not None:
+                self._pending = _Item(delta, digest, step, time.monotonic())
+            else:
+                self._contains[self._durable_seq] = step
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until everything handed over is durable; `False` when time runs out or publishing has stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._drained() or self.failure is not None, timeout_s)
+            return self._drained()
+
+    def wait_for(self, seq: int, timeout_s: float) -> bool:
+        """Wait until a version is durable."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._durable_seq >= seq, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait as [`Publisher.wait`] does, then end the thread. Safe to call again."""
+        durable = self.wait(timeout_s)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._abandon.set()
+        self._thread.join(_JOIN_S)
+        return durable
+
+    def _drained(self) -> bool:
+        return self._pending is None and self._in_flight is None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending is not None or self._closing)
+                item, self._pending = self._pending, None
+                if item is None:
+                    return
+                if not item.delta:
+                    # changes that undid each other
+                    self._contains[self._durable_seq] = item.step
+                    self._changed.notify_all()
+                    continue
+                self._in_flight = item
+            published = self._publish(item)
+            if published is None:
+                return
+            self._record(item, published)
+
+    def _publish(self, item: _Item) -> Published | None:
+        """Try until the item is durable; `None` once that is hopeless or the publisher is closed."""
+        pause_s, longest_s = self._retry_s
+        while True:
+            try:
+                published = self.writer.publish(
+                    item.delta, digest=item.digest, step=item.step, encoding=self._encoding
+                )
+            except StoreError as error:
+                self._report_outage(error)
+                if self._abandon.wait(pause_s):
+                    return None
+                pause_s = min(2 * pause_s, longest_s)
+            except Exception as error:
+                # kept for the training thread: an error that dies with this thread would look like a slow bucket
+                with self._changed:
+                    self.failure = error
+                    self._changed.notify_all()
+                return None
+            else:
+                self._report_recovery(published)
+                return published
+
+    def _record(self, item: _Item, published: Published) -> None:
+        seq = published.manifest.version.seq
+        record = Record(
+            seq=seq,
+            step=item.step,
+            digest=item.digest,
+            delta_bytes=published.delta_bytes,
+            num_changed=num_changed(item.delta),
+            publish_s=time.monotonic() - item.submitted_s,
+        )
+        with self._changed:
+            self._durable_seq = seq
+            self._digests[seq] = item.digest
+            self._contains[seq] = item.step
+            self._since_s[seq] = time.monotonic()
+            self.records.append(record)
+            self._in_flight = None
+            self._changed.notify_all()
+
+    def _report_outage(self, error: StoreError) -> None:
+        if self._reported_outage:
+            logger.debug("delta sync: still no version %d: %s", self._durable_seq + 1, error)
+            return
+        self._reported_outage = True
+        logger.warning(
+            "delta sync: cannot publish version %d to %s: %s. Training goes on and no change is lost: later changes "
+            "are gathered and publishing is tried again. Make the bucket reachable again; if it is gone for good, "
+            "start a new run with an empty bucket.",
+            self._durable_seq + 1,
+            self.writer.store.url,
+            error,
+        )
+
+    def _report_recovery(self, published: Published) -> None:
+        if self._reported_outage:
+            self._reported_outage = False
+            logger.warning(
+                "delta sync: %s can be written again; version %s is published",
+                self.writer.store.url,
+                published.manifest.version,
+            )

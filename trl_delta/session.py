@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training run and its bucket, without a trainer: what the callback drives."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from delta_wire import kernels
+from delta_wire.bucket import BucketReader, BucketWriter
+from delta_wire.checkpoint import SINGLE_FILE, Checkpoint, resolve_reference
+from delta_wire.container import write_tensors
+from delta_wire.errors import FormatError, ModelMismatchError, SetupError
+from delta_wire.state import DTYPE, TensorTable, num_changed
+from delta_wire.stores import Store, open_store
+from trl_delta.acks import AckWatcher
+from trl_delta.config import DeltaSyncConfig
+from trl_delta.detector import Detector, live_bits
+from trl_delta.names import LiveTensor, live_tensors, refuse_unsupported, table_of
+from trl_delta.publisher import Publisher
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+logger = logging.getLogger(__name__)
+
+
+class DeltaSyncSession:
+    """Publishes a model's weights into a bucket while they are trained. Driven by the training thread.
+
+    Args:
+        bucket (`str`): address of the bucket; a folder is created if it does not exist.
+        config ([`DeltaSyncConfig`], *optional*): settings.
+    """
+
+    def __init__(self, bucket: str, config: DeltaSyncConfig | None = None):
+        self.bucket = bucket
+        self.config = config or DeltaSyncConfig()
+        self._model: torch.nn.Module | None = None
+        self._base: TensorTable | None = None
+        self._closed = False
+        self._failure_reported = False
+        self._last_step = 0
+        self._extract_s = 0.0
+        self._changed_frac = 0.0
+
+    @property
+    def started(self) -> bool:
+        return self._model is not None
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer step of the newest weights looked at."""
+        return self._last_step
+
+    def start(
+        self,
+        model: torch.nn.Module,
+        *,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        step: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Take the model's weights as they are now for the first version.
+
+        An empty bucket gets version 0: a reference to the checkpoint that the model was loaded from if the weights
+        still equal it in every bit, or else a checkpoint of its own. A bucket with a run is continued if its newest
+        version is exactly these weights.
+
+        Args:
+            model (`torch.nn.Module`): the training model, on one process.
+            processing_class (*optional*): tokenizer or processor; goes into a checkpoint that is uploaded.
+            step (`int`, *optional*, defaults to `0`): optimizer step of the weights.
+            world_size (`int`, *optional*, defaults to `1`): training processes; more than one is refused.
+        """
+        if self.started:
+            raise SetupError(f"{self.bucket}: this session has started already; use a new callback for a second run")
+        refuse_unsupported(model, world_size)
+        kernels.warm_up()
+        store = open_store(self.bucket, create=True)
+        reference, base = _base_checkpoint(model)
+        self._base = None if base is None else base.table()
+        live = live_tensors(model, self._base)
+        self.table = table_of(live)
+        if self._base is not None:
+            self._base.require_same(self.table, f"the checkpoint {reference}", "the training model")
+        self.detector = Detector(live)
+        writer = self._open_run(store, live, model, processing_class, reference, base, step)
+        self._model = model
+        self._last_step = step
+        self.publisher = Publisher(writer, step=step, encoding=self.config.delta_sync_encoding)
+        self.watcher = AckWatcher(
+            writer.acks,
+            self.publisher,
+            expected_servers=self.config.delta_sync_expected_servers,
+            server_timeout_s=self.config.delta_sync_server_timeout_s,
+            poll_s=self.config.delta_sync_ack_poll_s,
+        )
+        logger.info("delta sync: version %s is in %s", writer.version, store.url)
+
+    def live(self) -> list[LiveTensor]:
+        """The model's tensors as they are now, under their checkpoint names."""
+        if self._model is None:
+            raise SetupError(f"{self.bucket}: the session has not started")
+        return live_tensors(self._model, self._base)
+
+    def step(self, step: int) -> None:
+        """Weights have changed: extract and hand over, if it is their turn."""
+        self._last_step = step
+        if step % self.config.delta_sync_steps == 0:
+            self._extract()
+
+    def finish(self) -> bool:
+        """Publish the last weights, wait until they are durable (bounded), and end the threads.
+
+        Returns:
+            `bool`: whether the newest durable version has the model's weights.
+        """
+        if not self.started or self._closed:
+            return False
+        try:
+            self._extract()
+            durable = self.publisher.wait(self.config.delta_sync_close_timeout_s)
+            if self.publisher.failure is not None:
+                self._report_failure(self.publisher.failure)
+        finally:
+            self.close()
+        if not durable and self.publisher.failure is None:
+            logger.warning(
+                "delta sync: training has ended, but %s could not be written for %.0f s; its newest version is %d, "
+                "the weights of step %d are not in it. Save the model itself.",
+                self.bucket,
+                self.config.delta_sync_close_timeout_s,
+                self.publisher.durable_seq,
+                self._last_step,
+            )
+        return durable
+
+    def close(self) -> None:
+        """End the threads without waiting for anything. Safe to call again."""
+        if not self.started or self._closed:
+            return
+        self._closed = True
+        self.publisher.close(timeout_s=0)
+        self.watcher.close()
+
+    def metrics(self) -> dict[str, float]:
+        """What the trainer logs; bytes and ratio are those of the newest durable version."""
+        metrics: dict[str, float] = {
+            "delta/changed_frac": self._changed_frac,
+            "delta/extract_s": self._extract_s,
+            "delta/version": self.publisher.durable_seq,
+        }
+        if self.publisher.records:
+            record = self.publisher.records[-1]
+            metrics["delta/bytes"] = record.delta_bytes
+            metrics["delta/ratio"] = record.delta_bytes / self.table.full_bytes
+            metrics["delta/publish_s"] = record.publish_s
+        served = self.watcher.seq
+        if served is not None:
+            metrics["delta/served_version"] = served
+            metrics["delta/lag_versions"] = max(0, self.publisher.durable_seq - served)
+        return metrics
+
+    def _extract(self) -> None:
+        failure = self.publisher.failure
+        if failure is not None:
+            self._report_failure(failure)
+            return
+        began_s = time.monotonic()
+        delta = self.detector.extract(self.live())
+        self._extract_s = time.monotonic() - began_s
+        self._changed_frac = num_changed(delta) / max(1, self.table.num_params)
+        self.publisher.submit(delta, digest=self.detector.digest, step=self._last_step)
+
+    def _report_failure(self, failure: Exception) -> None:
+        if self.config.delta_sync_on_failure == "stop":
+            raise failure
+        if not self._failure_reported:
+            self._failure_reported = True
+            logger.warning(
+                "delta sync: publishing to %s has stopped at version %d, training goes on without it: %s",
+                self.bucket,
+                self.publisher.durable_seq,
+                failure,
+            )
+
+    def _open_run(
+        self,
+        store: Store,
+        live: list[LiveTensor],
+        model: torch.nn.Module,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+        reference: str | None,
+        base: Checkpoint | None,
+        step: int,
+    ) -> BucketWriter:
+        digest = self.detector.digest
+        if BucketReader(store).latest() is not None:
+            return BucketWriter.start(store, table=self.table, digest=digest, reference=reference, step=step)
+        if base is not None and base.digest() == digest:
+            return BucketWriter.start(store, table=self.table, digest=digest, reference=reference, step=step)
+        logger.info(
+            "delta sync: the weights are not those of %s; uploading a checkpoint", reference or "a known checkpoint"
+        )
+        with tempfile.TemporaryDirectory(prefix="delta-anchor-") as folder:
+            _save_anchor(Path(folder), live, model, processing_class)
+            return BucketWriter.start(
+                store, table=self.table, digest=digest, reference=None, anchor_dir=Path(folder), step=step
+            )
+
+
+def _base_checkpoint(model: torch.nn.Module) -> tuple[str | None, Checkpoint | None]:
+    """The checkpoint that a model was loaded from, if it is at hand and in bf16."""
+    config = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", None) or getattr(model, "name_or_path", None)
+    if not name:
+        return None, None
+    commit = getattr(config, "_commit_hash", None)
+    if Path(name).is_dir():
+        reference = str(Path(name).resolve())
+    elif commit:
+        reference = f"{name}@{commit}"
+    else:
+        return None, None
+    try:
+        base = Checkpoint(resolve_reference(reference))
+        base.table()
+    except (SetupError, FormatError, ModelMismatchError) as error:
+        logger.info("delta sync: cannot refer to the checkpoint %s: %s", reference, error)
+        return reference, None
+    return reference, base
+
+
+def _save_anchor(
+    folder: Path,
+    live: list[LiveTensor],
+    model: torch.nn.Module,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+) -> None:
+    """Write what `from_pretrained` and `vllm serve` open: the weights in bf16 with config and tokenizer."""
+    write_tensors(
+        folder / SINGLE_FILE,
+        {name: (DTYPE, bits.shape, bits) for name, bits in live_bits(live)},
+        {"format": "pt"},
+    )
+    config = getattr(model, "config", None)
+    if config is not None:
+        import torch
+
+        config = copy.deepcopy(config)
+        config.dtype = torch.bfloat16
+        config.architectures = config.architectures or [type(model).__name__]
+        config.save_pretrained(folder)
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.save_pretrained(folder)
+    if processing_class is not None:
+        processing_class.save_pretrained(folder)
