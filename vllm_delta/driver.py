@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread in the engine core that drives the coordinator."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from delta_wire.errors import SetupError
+from vllm_delta.commit import Coordinator
+from vllm_delta.engine import EngineStopped, VllmEngine
+from vllm_delta.ranks import Ranks
+from vllm_delta.settings import Settings
+from vllm_delta.subscriber import Subscriber
+
+logger = logging.getLogger("vllm.vllm_delta.driver")
+_STOP_S = 5.0
+
+
+class Driver:
+    """Runs a coordinator beside an engine core.
+
+    Args:
+        core: vLLM's engine core.
+        settings (`Settings`): of the server.
+    """
+
+    def __init__(self, core: Any, settings: Settings):
+        from vllm_delta.worker import checkpoint_folder
+
+        _require_extension(core.vllm_config)
+        self._engine = VllmEngine(core)
+        self._subscriber = Subscriber(settings.bucket, settings.stage_dir)
+        self._coordinator = Coordinator(
+            self._engine,
+            Ranks(self._engine),
+            self._subscriber,
+            settings,
+            lambda: checkpoint_folder(core.vllm_config.model_config),
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="delta-driver", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        wake = self._coordinator.wake
+        try:
+            while not self._stop.is_set():
+                wait_s = self._coordinator.step()
+                wake.wait(wait_s)
+                wake.clear()
+        except EngineStopped:
+            pass
+        finally:
+            self._subscriber.close()
+
+    def stop(self) -> None:
+        """Stop following; waits a moment for a staging in progress."""
+        self._stop.set()
+        self._engine.stop()
+        self._coordinator.wake.set()
+        self._thread.join(_STOP_S)
+
+    def status(self) -> dict[str, Any]:
+        return self._coordinator.status.to_json()
+
+    def verify(self) -> Future[dict[str, Any]]:
+        return self._coordinator.verify()
+
+
+def _require_extension(vllm_config: Any) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from vllm_delta.worker import DeltaWorkerExtension
+
+    name = vllm_config.parallel_config.worker_extension_cls
+    found = resolve_obj_by_qualname(name) if isinstance(name, str) and name else name
+    if not (isinstance(found, type) and issubclass(found, DeltaWorkerExtension)):
+        raise SetupError(
+            f"DELTA_SYNC_BUCKET is set, but the server was started without our worker extension (found {name!r}): add "
+            "--worker-extension-cls vllm_delta.DeltaWorkerExtension, or unset DELTA_SYNC_BUCKET"
+        )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registration with vLLM: the few places where a released, unmodified vLLM is extended.
+
+vLLM calls [`register`] once in every process of a server (API server, engine core, each worker). Without
+`DELTA_SYNC_BUCKET` it does nothing at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+from delta_wire.errors import SetupError
+from vllm_delta.settings import BUCKET, Settings
+
+logger = logging.getLogger("vllm.vllm_delta.plugin")
+_registered = False
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`."""
+    global _registered
+    if _registered or not os.environ.get(BUCKET, "").strip():
+        return
+    _registered = True
+    _extend_engine_core()
+    _extend_api_server()
+    _refuse_in_process_engine()
+    _keep_cpu_weights_plain()
+
+
+def require_registered() -> None:
+    """Raise [`SetupError`] with the remedy unless the plugin runs in this process."""
+    if _registered:
+        return
+    Settings.from_env()
+    raise SetupError(
+        "the delta-weight-sync extension was loaded but its vLLM plugin was not, so nothing would ever update the "
+        f"weights: VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS', '')!r} must contain 'vllm_delta' or be unset"
+    )
+
+
+def _extend_engine_core() -> None:
+    """Start the driver with the engine's loop, and let the loop run its items between two steps."""
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+
+    from vllm_delta.engine import BETWEEN_STEPS
+
+    run_busy_loop = EngineCoreProc.run_busy_loop
+    handle = EngineCoreProc._handle_client_request
+
+    @functools.wraps(run_busy_loop)
+    def run_with_driver(core: Any) -> None:
+        from vllm_delta.driver import Driver
+
+        driver = Driver(core, _settings_of(core))
+        core.delta_driver = driver
+        driver.start()
+        try:
+            run_busy_loop(core)
+        finally:
+            driver.stop()
+
+    @functools.wraps(handle)
+    def handle_with_items(core: Any, request_type: Any, request: Any) -> None:
+        if request_type is BETWEEN_STEPS:
+            request()
+        else:
+            handle(core, request_type, request)
+
+    def refuse(core: Any) -> None:
+        raise SetupError(
+            "mixture-of-experts models with data parallelism are not supported yet in this release of "
+            f"delta-weight-sync: unset {BUCKET}, or serve with --data-parallel-size 1"
+        )
+
+    EngineCoreProc.run_busy_loop = run_with_driver
+    EngineCoreProc._handle_client_request = handle_with_items
+    EngineCoreProc.delta_status = lambda core: core.delta_driver.status()
+    EngineCoreProc.delta_verify = lambda core: core.delta_driver.verify()
+    DPEngineCoreProc.run_busy_loop = refuse
+
+
+def _settings_of(core: Any) -> Settings:
+    settings = Settings.from_env()
+    parallel = core.vllm_config.parallel_config
+    # each replica of a data-parallel server follows the bucket on its own
+    if parallel.data_parallel_index and "DELTA_SYNC_SERVER_ID" in os.environ:
+        from dataclasses import replace
+
+        settings = replace(settings, server_id=f"{settings.server_id}-dp{parallel.data_parallel_index}")
+    return settings
+
+
+def _extend_api_server() -> None:
+    """Add our routes where vLLM registers those that every server has."""
+    from vllm.entrypoints import serve
+
+    register_routers = serve.register_vllm_serve_api_routers
+
+    @functools.wraps(register_routers)
+    def register_with_ours(app: Any) -> None:
+        from vllm_delta import routes
+
+        register_routers(app)
+        routes.attach(app)
+
+    serve.register_vllm_serve_api_routers = register_with_ours
+
+
+def _refuse_in_process_engine() -> None:
+    """An engine without a loop of its own has no place between two steps."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise SetupError(
+            "delta-weight-sync needs the engine core in a process of its own: unset VLLM_ENABLE_V1_MULTIPROCESSING "
+            f"(found {os.environ.get('VLLM_ENABLE_V1_MULTIPROCESSING')!r}), or unset {BUCKET}"
+        )
+
+    InprocClient.__init__ = refuse
+
+
+def _keep_cpu_weights_plain() -> None:
+    """On a CPU vLLM repacks linear weights after loading and drops or ignores the original; keep the original.
+
+    The two-dimensional weights then go through PyTorch's own linear kernel.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from torch.nn.functional import linear
+    from vllm.model_executor.layers import utils
+
+    repack = utils.dispatch_cpu_unquantized_gemm
+
+    @functools.wraps(repack)
+    def keep(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.is_meta or layer.weight.ndim != 2:
+            repack(layer, remove_weight)
+        else:
+            layer.cpu_linear = linear
+
+    utils.dispatch_cpu_unquantized_gemm = keep

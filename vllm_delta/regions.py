@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the elements of each checkpoint tensor live on this rank, found by tracing the model's own `load_weights`.
+
+The loader is run over untouched tensors while every write to a live parameter is intercepted and not carried out. A
+`copy_` between views of a checkpoint tensor and of a parameter is a block of elements that moves as it is: fused
+projections, tensor parallelism and replicated heads come out of it without a line about any model. Whatever else a
+loader does to a parameter (arithmetic, permutations, casts) is not such a block and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from delta_wire.state import TensorTable
+from vllm_delta.blocks import Block, coverage, merge_axes
+
+_aten = torch.ops.aten
+_FILLS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A block of a checkpoint tensor and the block of a live storage that holds it, axis by axis.
+
+    Args:
+        tensor (`str`): checkpoint name.
+        param (`str`): name of the live parameter.
+        storage (`int`): which of the rank's storages.
+        source (`Block`): in flat checkpoint indices.
+        target (`Block`): in elements of the storage; its steps belong to the axes of `source` and may have any order.
+    """
+
+    tensor: str
+    param: str
+    storage: int
+    source: Block
+    target: Block
+
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray | slice, np.ndarray]:
+        """Find the elements of a sparse change that lie in this region.
+
+        Args:
+            indices (`np.ndarray`): `[K]`, strictly ascending flat checkpoint indices.
+
+        Returns:
+            `(chosen, positions)`: which of the `K` entries (`[M]` or a slice), and their places in the storage, int64
+            `[M]`.
+        """
+        first, last = np.searchsorted(indices, [self.source.start, self.source.stop])
+        rest = indices[first:last].astype(np.int64) - self.source.start
+        positions = np.full(rest.size, self.target.start, dtype=np.int64)
+        inside: np.ndarray | None = None
+        axes = list(zip(self.source.sizes, self.source.steps, self.target.steps, strict=True))
+        for axis, (size, step, target_step) in enumerate(axes):
+            if step == 1 and axis == len(axes) - 1:
+                along, rest = rest, np.zeros_like(rest)
+            else:
+                along, rest = np.divmod(rest, step)
+            fits = along < size
+            inside = fits if inside is None else inside & fits
+            positions += along * target_step
+        if inside is None or inside.all():
+            # a gap can only remain where the last axis has steps wider than one
+            inside = rest == 0
+            if inside.all():
+                return slice(int(first), int(last)), positions
+        else:
+            inside &= rest == 0
+        return np.flatnonzero(inside) + first, positions[inside]
+
+
+@dataclass
+class Trace:
+    """What tracing found on this rank.
+
+    Args:
+        regions: in the order of the loader's writes.
+        storages: one flat int16 view per live storage that a region points to.
+        problems: checkpoint or parameter name → why it cannot be patched.
+    """
+
+    regions: list[Region] = field(default_factory=list)
+    storages: list[torch.Tensor] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+def trace(model: torch.nn.Module, table: TensorTable) -> Trace:
+    """Trace `model.load_weights` over the tensors of a table. Nothing is written to the model.
+
+    Args:
+        model (`torch.nn.Module`): a live vLLM model.
+        table (`TensorTable`): what the checkpoint holds.
+    """
+    tracer = _Tracer(model)
+    # sources stay alive until the end: a storage that is freed and reused would be taken for another tensor
+    with torch.no_grad(), tracer:
+        try:
+            model.load_weights(tracer.sources(table))  # type: ignore[operator]
+        except Exception as error:
+            tracer.result.problems[tracer.current] = (
+                f"the model's loader failed on it: {type(error).__name__}: {error}"
+            )
+    return tracer.finish()
+
+
+class _Tracer(TorchDispatchMode):
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.result = Trace()
+        self.current = "(start)"
+        self._live: dict[int, tuple[str, torch.Tensor]] = {}
+        self._params: dict[str, int] = {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            self._live.setdefault(_storage_key(tensor), (name, tensor))
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self._params[name] = _storage_key(param)
+        self._sources: dict[int, tuple[str, torch.Tensor]] = {}
+        self._storage_of: dict[int, int] = {}
+        self._fills: set[tuple[int, Block]] = set()
+
+    def sources(self, table: TensorTable) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, spec in table.items():
+            self.current = name
+            source = torch.empty(spec.shape, dtype=torch.bfloat16)
+            self._sources[_storage_key(source)] = (name, source)
+            yield name, source
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = [tensor for tensor in _written(func, args, kwargs or {}) if _storage_key(tensor) in self._live]
+        if not written:
+            return func(*args, **(kwargs or {}))
+        if func is _aten.copy_.default:
+            self._copy(args[0], args[1])
+        elif func in _FILLS:
+            self._fill(args[0])
+        else:
+            self._refuse(written[0], f"its loader computes with {func} instead of copying")
+        return args[0]
+
+    def _refuse(self, live: torch.Tensor, reason: str, tensor: str | None = None) -> None:
+        param = self._live[_storage_key(live)][0]
+        self.result.problems.setdefault(tensor or self.current, f"{reason} (into {param})")
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        known = self._sources.get(_storage_key(source))
+        if known is None:
+            self._refuse(target, "its loader computes a new tensor instead of copying a view of the checkpoint's")
+            return
+        name = known[0]
+        if target.dtype != torch.bfloat16 or source.dtype != torch.bfloat16:
+            self._refuse(target, f"the server holds it as {target.dtype}, format 1 carries torch.bfloat16", name)
+            return
+        if target.numel() == 0:
+            return
+        try:
+            from_block, to_block = _blocks_of([source.expand(target.shape), target])
+        except ValueError as error:
+            self._refuse(target, str(error), name)
+            return
+        key = _storage_key(target)
+        param, live = self._live[key]
+        if key not in self._storage_of:
+            self._storage_of[key] = len(self.result.storages)
+            self.result.storages.append(_flat_bits(live))
+        self.result.regions.append(Region(name, param, self._storage_of[key], from_block, to_block))
+
+    def _fill(self, target: torch.Tensor) -> None:
+        # padding rows; harmless unless a checkpoint element lives there
+        if target.numel():
+            self._fills.add((_storage_key(target), _blocks_of([target])[0]))
+
+    def finish(self) -> Trace:
+        """Find live parameters that no checkpoint tensor feeds, and writes that collide."""
+        result = self.result
+        for name, key in self._params.items():
+            if key in self._storage_of:
+                continue
+            shape = tuple(self._live[key][1].shape) if key in self._live else ()
+            result.problems.setdefault(
+                name,
+                f"no tensor of the checkpoint is copied into this live parameter {list(shape)}: it is derived, "
+                "repacked after loading, or loaded by other means",
+            )
+        targets: dict[int, list[Block]] = {}
+        for region in result.regions:
+            targets.setdefault(region.storage, []).append(region.target)
+        for key, fill in self._fills:
+            if key in self._storage_of:
+                targets[self._storage_of[key]].append(fill)
+        for storage, blocks in targets.items():
+            flat = result.storages[storage]
+            if coverage(flat.numel(), blocks).overlaps:
+                for region in result.regions:
+                    if region.storage == storage:
+                        result.problems.setdefault(
+                            region.tensor, f"several writes of the loader meet in {region.param}"
+                        )
+        return result
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor as int16."""
+    storage = tensor.untyped_storage()
+    with torch.utils._python_dispatch._disable_current_modes():
+        flat = torch.empty(0, dtype=torch.int16, device=tensor.device)
+        return flat.set_(storage, 0, (storage.nbytes() // 2,), (1,))  # type: ignore[call-overload]
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors an operator writes to."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        found += [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
+    return found
+
+
+def _blocks_of(views: Sequence[torch.Tensor]) -> list[Block]:
+    """Blocks of views of one shape, with common axes in the order of the first view's steps."""
+    shape = views[0].shape
+    strides = [view.stride() for view in views]
+    axes = [(shape[d], tuple(stride[d] for stride in strides)) for d in range(len(shape)) if shape[d] != 1]
+    axes = merge_axes(sorted(axes, key=lambda axis: axis[1], reverse=True))
+    sizes = tuple(size for size, _ in axes)
+    blocks = [
+        Block(view.storage_offset(), sizes, tuple(steps[at] for _, steps in axes)) for at, view in enumerate(views)
+    ]
+    for block in blocks:
+        reach = 0
+        for step, size in sorted(zip(block.steps, block.sizes, strict=True)):
+            if step <= reach:
+                raise ValueError("its loader repeats or folds elements")
+            reach += (size - 1) * step
+    return blocks

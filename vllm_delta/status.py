@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server says about itself; written by the driver thread, read by anyone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from typing import Any, Literal
+
+from delta_wire.digest import Digest
+from delta_wire.manifest import VersionId
+
+logger = logging.getLogger("vllm.vllm_delta.status")
+State = Literal["waiting", "serving", "degraded"]
+_RECENT = 64
+_REFUSED = 16
+
+
+class Status:
+    """State, version and recent commits.
+
+    Args:
+        server_id (`str`): name of the server in the bucket.
+        bucket (`str`): address of the bucket.
+    """
+
+    def __init__(self, server_id: str, bucket: str):
+        self._lock = threading.Lock()
+        self._server_id = server_id
+        self._bucket = bucket
+        self.state: State = "waiting"
+        self.reason: str | None = "the live weights have not been checked yet"
+        self.version: VersionId | None = None
+        self.digest: Digest | None = None
+        self.target: VersionId | None = None
+        self._staged_seq: int | None = None
+        self._num_ranks = 0
+        self._commits = 0
+        self._last: dict[str, float] | None = None
+        self._pauses_ms: deque[float] = deque(maxlen=_RECENT)
+        self._refused: deque[dict[str, str]] = deque(maxlen=_REFUSED)
+
+    def attached(self, digest: Digest, num_ranks: int) -> None:
+        with self._lock:
+            self.digest, self._num_ranks = digest, num_ranks
+
+    def waiting(self, reason: str) -> None:
+        self._enter("waiting", reason)
+
+    def serving(self, version: VersionId, digest: Digest) -> None:
+        """The live weights are proven to be this version, and nothing is wrong."""
+        with self._lock:
+            self.version, self.digest = version, digest
+        self._enter("serving", None)
+
+    def degraded(self, about: str, reason: str) -> None:
+        """Something keeps the server from following; it stays on what it last proved."""
+        with self._lock:
+            entry = {"object": about, "reason": reason}
+            if entry not in self._refused:
+                self._refused.append(entry)
+        self._enter("degraded", reason)
+
+    def _enter(self, state: State, reason: str | None) -> None:
+        with self._lock:
+            before, self.state = (self.state, self.reason), state
+            self.reason = reason
+        # one line when it begins and one when it is over, however often it is tried in between
+        if (state, reason) == before:
+            return
+        if state == "degraded":
+            logger.warning("degraded, serving %s: %s", self.version or "the loaded checkpoint", reason)
+        elif state == "waiting":
+            logger.info("waiting: %s", reason)
+        elif before[0] != "serving":
+            logger.info("following %s as server %s, serving %s", self._bucket, self._server_id, self.version)
+
+    def aims_at(self, target: VersionId | None) -> None:
+        with self._lock:
+            self.target = target
+
+    def staged(self, seq: int) -> None:
+        with self._lock:
+            self._staged_seq = seq
+
+    def committed(self, version: VersionId, digest: Digest, times_ms: dict[str, float]) -> None:
+        with self._lock:
+            self.version, self.digest = version, digest
+            self._commits += 1
+            self._last = times_ms
+            self._pauses_ms.append(round(times_ms["pause"], 3))
+
+    @property
+    def pause_ms(self) -> float | None:
+        """How long the last commit held generation up."""
+        with self._lock:
+            return self._pauses_ms[-1] if self._pauses_ms else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer of `GET /delta/status`."""
+        with self._lock:
+            version, target, last = self.version, self.target, self._last or {}
+            same_run = version is not None and target is not None and version.run == target.run
+            return {
+                "state": self.state,
+                "reason": self.reason,
+                "server": self._server_id,
+                "bucket": self._bucket,
+                "version": None if version is None else str(version),
+                "seq": None if version is None else version.seq,
+                "digest": None if self.digest is None else str(self.digest),
+                "target_seq": None if target is None else target.seq,
+                "lag_versions": max(0, target.seq - version.seq) if same_run else None,  # type: ignore[union-attr]
+                "staged_seq": self._staged_seq,
+                "commits": self._commits,
+                "last_commit_ms": last.get("commit"),
+                "last_scatter_ms": last.get("scatter"),
+                "pauses_ms": list(self._pauses_ms),
+                "refused": list(self._refused),
+                "ranks": list(range(self._num_ranks)),
+            }

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the bucket to files that a rank can plan from: follow the pointer, fetch, verify, decode, compose, stage.
+
+Nothing here knows vLLM or touches a weight.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from delta_wire import encodings
+from delta_wire.bucket import BucketReader
+from delta_wire.digest import Digest
+from delta_wire.errors import BaseMismatchError
+from delta_wire.manifest import Ack, Manifest, VersionId
+from delta_wire.state import Delta, TensorTable, compose
+from delta_wire.stores import open_store
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Something to plan from, on this machine's disk.
+
+    Args:
+        kind (`str`): `plan_delta` for a composed plain delta, `plan_checkpoint` for a whole checkpoint.
+        path (`Path`): the file or folder.
+        manifest (`Manifest`): the version it leads to.
+        num_versions (`int`): how many versions it takes in one step.
+    """
+
+    kind: Literal["plan_delta", "plan_checkpoint"]
+    path: Path
+    manifest: Manifest
+    num_versions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a server stands in a run."""
+
+    version: VersionId
+    digest: Digest
+
+
+class Subscriber:
+    """Follows a bucket. For use by one thread.
+
+    Args:
+        url (`str`): address of the bucket.
+        stage_dir (`Path`): where downloads and staged files go.
+    """
+
+    def __init__(self, url: str, stage_dir: Path):
+        self.url = url
+        self._stage_dir = stage_dir
+        self._folder: Path | None = None
+        self._reader: BucketReader | None = None
+
+    @property
+    def reader(self) -> BucketReader:
+        if self._reader is None:
+            self._reader = BucketReader(open_store(self.url))
+        return self._reader
+
+    def target(self) -> Manifest | None:
+        """Manifest of the newest version, `None` before the first."""
+        return self.reader.latest()
+
+    def table(self, manifest: Manifest) -> TensorTable:
+        """Tensor table of a version."""
+        return self.reader.table(manifest)
+
+    def locate(self, digest: Digest, target: Manifest) -> Position | None:
+        """Which version of the run has this digest; `None` if none that a delta leads on from."""
+        chain = self.reader.chain(digest, target)
+        if chain is None:
+            return None
+        if not chain:
+            return Position(target.version, digest)
+        parent = chain[0].parent
+        assert parent is not None, "a version with a delta has a parent"
+        return Position(VersionId(target.version.run, parent.epoch, parent.seq), digest)
+
+    def stage(self, position: Position, target: Manifest, *, past: bool = False) -> Staged:
+        """Stage what leads from a position to a version: one composed delta, or else a whole checkpoint.
+
+        Args:
+            position (`Position`): where the server stands.
+            target (`Manifest`): where it should go.
+            past (`bool`, *optional*, defaults to `False`): go past a delta that cannot be used by way of a later
+                anchor.
+
+        Returns:
+            `Staged`: with a checkpoint its version may lie before the target; stage again from there.
+        """
+        chain = self.reader.chain(position.digest, target)
+        if chain is not None and not past:
+            return self._stage_delta(chain, target)
+        self._refuse_fork(position, target)
+        return self._stage_checkpoint(target)
+
+    def _stage_delta(self, chain: list[Manifest], target: Manifest) -> Staged:
+        composed: Delta = {}
+        for manifest in chain:
+            composed = compose(composed, self.reader.fetch_delta(manifest, self.folder))
+        path = self.folder / f"{target.version.seq:012d}-{target.sha256[:16]}.safetensors"
+        encodings.get("plain").encode(composed, self.table(target), path, target.version.seq)
+        return Staged("plan_delta", path, target, len(chain))
+
+    def _stage_checkpoint(self, target: Manifest) -> Staged:
+        manifest = self.reader.restart_point(target)
+        folder = self.folder / f"anchor-{manifest.version.seq:012d}-{manifest.sha256[:16]}"
+        folder.mkdir(exist_ok=True)
+        return Staged("plan_checkpoint", self.reader.fetch_anchor(manifest, folder), manifest, 1)
+
+    def _refuse_fork(self, position: Position, target: Manifest) -> None:
+        here = position.version
+        if target.version.run != here.run:
+            return
+        for manifest in self.reader.walk(target):
+            if manifest.version.seq <= here.seq:
+                if manifest.version.seq == here.seq and manifest.digest != position.digest:
+                    raise BaseMismatchError(
+                        f"{self.url}: version {target.version} descends from {manifest.version} with digest "
+                        f"{manifest.digest}, this server serves {here} with {position.digest}; two trainers wrote to "
+                        "one bucket. Give each run a bucket of its own and restart the server on the one to follow."
+                    )
+                return
+
+    def can_go_past(self, position: Position, target: Manifest) -> bool:
+        """Whether an anchor lies between a position and a version, so that the deltas between need not be used."""
+        restart = self.reader.restart_point(target)
+        return restart.version.run != position.version.run or restart.version.seq > position.version.seq
+
+    def write_ack(self, ack: Ack) -> None:
+        """Tell the bucket what is served."""
+        self.reader.write_ack(ack)
+
+    @property
+    def folder(self) -> Path:
+        """This process' own staging folder."""
+        if self._folder is None or not self._folder.is_dir():
+            self._folder = Path(tempfile.mkdtemp(prefix="delta-stage-", dir=self._stage_dir))
+        return self._folder
+
+    def clear(self) -> None:
+        """Remove what was staged."""
+        if self._folder is not None:
+            for entry in self._folder.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+
+    def reset(self) -> None:
+        """Open the bucket anew at the next use: it may have been replaced."""
+        if self._reader is not None:
+            self._reader.store.close()
+            self._reader = None
+
+    def close(self) -> None:
+        """Remove the staging folder and close the bucket."""
+        self.reset()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commit itself: everything that happens between two steps, and how it is taken back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from delta_wire.digest import Digest
+from delta_wire.errors import DigestMismatchError
+from vllm_delta.engine import Engine
+from vllm_delta.layout import Layout, total
+from vllm_delta.ranks import raise_failures
+from vllm_delta.settings import CachePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a commit ended.
+
+    Args:
+        state (`str`): `done`; `undone` if every rank holds the old bits again; `unproven` if that could not be shown,
+            generation is paused then.
+        problem (`str`, *optional*): why it was not done.
+        pause_ms (`float`): how long no step could run.
+        scatter_ms (`float`): the slowest rank's share of it.
+    """
+
+    state: Literal["done", "undone", "unproven"]
+    problem: str | None
+    pause_ms: float
+    scatter_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """One planned change of all ranks.
+
+    Args:
+        engine (`Engine`): the engine core.
+        layout (`Layout`): of all ranks.
+        before (`Digest`): of the live state.
+        after (`Digest`, *optional*): what the result must be; without it the caller proves the result.
+        label (`str`): of the new version.
+        policy (`str`): what happens to the caches.
+    """
+
+    engine: Engine
+    layout: Layout
+    before: Digest
+    after: Digest | None
+    label: str
+    policy: CachePolicy
+
+    def expect(self, replies: Sequence[dict[str, Any]]) -> None:
+        """Raise [`DigestMismatchError`] unless the ranks' changes lead from `before` to `after`."""
+        change = total(self.layout.combine([reply["lanes"] for reply in replies]))
+        if self.after is not None and self.before + change != self.after:
+            raise DigestMismatchError(
+                f"version {self.label}: its manifest announces digest {self.after}, the delta leads from "
+                f"{self.before} to {self.before + change}; the delta is not the one the trainer described"
+            )
+
+    def run(self) -> Outcome:
+        """Commit on all ranks. Runs inside [`Engine.between_steps`] and does not raise."""
+        start_s = time.perf_counter()
+        scatter_ms = 0.0
+        try:
+            self.engine.drain()
+            replies = self.engine.rpc("delta_commit")
+            raise_failures(replies)
+            scatter_ms = max(reply["scatter_ms"] for reply in replies)
+            self.expect(replies)
+            self.engine.renew_caches(self.policy, self.label)
+            self.engine.set_label(self.label)
+        except Exception as error:
+            restored = self._undo()
+            if not restored:
+                self.engine.pause()
+            pause_ms = (time.perf_counter() - start_s) * 1000
+            problem = str(error) or repr(error)
+            return Outcome("undone" if restored else "unproven", problem, pause_ms, scatter_ms)
+        return Outcome("done", None, (time.perf_counter() - start_s) * 1000, scatter_ms)
+
+    def _undo(self) -> bool:
+        try:
+            return all(reply.get("restored") is True for reply in self.engine.rpc("delta_undo"))
+        except Exception:
+            # the executor itself failed: nobody knows what the ranks hold
+            return False

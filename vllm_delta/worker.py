@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in each worker: a thin extension over [`Rank`].
+
+A remote call that raises leaves vLLM's multiprocess executor out of step with its ranks for good, so no method here
+ever raises: failures come back as `{"error", "kind"}`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from delta_wire.errors import DeltaError, LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_delta.patcher import Patcher, Plan
+
+logger = logging.getLogger("vllm.vllm_delta.worker")
+
+
+def _answers(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            return _failure(error)
+
+    return guarded
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    if not isinstance(error, DeltaError):
+        logger.error("unexpected error", exc_info=error)
+    return {"error": str(error) or repr(error), "kind": type(error).__name__}
+
+
+def checkpoint_folder(model_config: Any) -> Path:
+    """The folder of the checkpoint that vLLM was started with."""
+    from delta_wire.checkpoint import resolve_reference
+
+    if Path(model_config.model).is_dir():
+        return Path(model_config.model)
+    return resolve_reference(f"{model_config.model}@{model_config.revision or 'main'}")
+
+
+class Rank:
+    """One rank's share of the state machine: its patcher, one plan, and one side thread.
+
+    Args:
+        model (`torch.nn.Module`): the live model.
+        folder (`Path`): the checkpoint it was loaded from.
+    """
+
+    def __init__(self, model: torch.nn.Module, folder: Path):
+        self._model = model
+        self._folder = folder
+        self._patcher: Patcher | None = None
+        self._plan: Plan | None = None
+        self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delta-plan")
+        self._job: tuple[int, Future[dict[str, Any]]] | None = None
+
+    def trace(self) -> dict[str, Any]:
+        """Trace the loader. Main thread, between two steps; milliseconds."""
+        from delta_wire.checkpoint import Checkpoint
+        from vllm_delta.patcher import Patcher
+        from vllm_delta.regions import trace
+
+        table = Checkpoint(self._folder).table()
+        found = trace(self._model, table)
+        if not found.problems:
+            self._patcher = Patcher(found, table)
+        return {
+            "regions": [(region.tensor, region.source) for region in found.regions],
+            "problems": found.problems,
+            "table_sha256": table.sha256,
+        }
+
+    def submit(self, job: int, kind: str, *args: str) -> dict[str, Any]:
+        """Start work in the side thread; nothing it does touches a live weight."""
+        jobs = {
+            "check": self._check,
+            "digest": self._digest,
+            "plan_delta": self._plan_delta,
+            "plan_checkpoint": self._plan_checkpoint,
+        }
+        self._job = (job, self._side.submit(jobs[kind], *args))
+        return {}
+
+    def poll(self, job: int) -> dict[str, Any]:
+        """Result of the work, `{"pending"}` while it runs."""
+        if self._job is None or self._job[0] != job:
+            raise LayoutError(f"this rank knows no job {job}")
+        future = self._job[1]
+        if not future.done():
+            return {"pending": True}
+        error = future.exception()
+        return future.result() if error is None else _failure(error)
+
+    @property
+    def patcher(self) -> Patcher:
+        if self._patcher is None:
+            raise LayoutError("this rank has not traced its model, or the trace was refused")
+        return self._patcher
+
+    @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            raise LayoutError("this rank holds no plan")
+        return self._plan
+
+    def _check(self) -> dict[str, Any]:
+        from delta_wire import kernels
+
+        # what is compiled here is not compiled inside a commit
+        kernels.warm_up()
+        return {"problems": self.patcher.sample(self._folder)}
+
+    def _digest(self) -> dict[str, Any]:
+        return {"lanes": self.patcher.digest()}
+
+    def _plan_delta(self, path: str) -> dict[str, Any]:
+        self._plan = None
+        plan = self.patcher.plan_delta(Path(path))
+        return self._planned(plan)
+
+    def _plan_checkpoint(self, folder: str) -> dict[str, Any]:
+        self._plan = None
+        plan = self.patcher.plan_checkpoint(Path(folder))
+        return self._planned(plan)
+
+    def _planned(self, plan: Plan) -> dict[str, Any]:
+        lanes = self.patcher.predict(plan)
+        self._plan = plan
+        return {"lanes": lanes, "num_changed": sum(part.indices.size for part in plan.parts)}
+
+    def commit(self) -> dict[str, Any]:
+        """Write the plan. Main thread, between two steps."""
+        start = time.perf_counter()
+        lanes = self.patcher.commit(self.plan)
+        return {"lanes": lanes, "scatter_ms": (time.perf_counter() - start) * 1000}
+
+    def undo(self) -> dict[str, Any]:
+        """Take the plan back. Main thread, between two steps."""
+        return {"restored": self.patcher.undo(self.plan)}
+
+    def release(self) -> dict[str, Any]:
+        """Forget the plan and its memory."""
+        self._plan = None
+        return {}
+
+
+class DeltaWorkerExtension:
+    """Adds the remote calls of [`Rank`] to vLLM's worker, whatever its class."""
+
+    # set by vLLM's own worker
+    model_config: Any
+    delta_rank_: Rank
+
+    @_answers
+    def delta_trace(self) -> dict[str, Any]:
+        model = self.get_model()  # type: ignore[attr-defined]
+        self.delta_rank_ = Rank(model, checkpoint_folder(self.model_config))
+        return self.delta_rank_.trace()
+
+    @_answers
+    def delta_submit(self, job: int, kind: str, *args: str) -> dict[str, Any]:
+        return self.delta_rank_.submit(job, kind, *args)
+
+    @_answers
+    def delta_poll(self, job: int) -> dict[str, Any]:
+        return self.delta_rank_.poll(job)
+
+    @_answers
+    def delta_commit(self) -> dict[str, Any]:
+        return self.delta_rank_.commit()
+
+    @_answers
+    def delta_undo(self) -> dict[str, Any]:
+        return self.delta_rank_.undo()
+
+    @_answers
+    def delta_release(self) -> dict[str, Any]:
+        return self.delta_rank_.release()
