@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
-import logging
-import secrets
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from delta_wire import encodings
-from delta_wire.chain import BucketReader, anchor_prefix
-from delta_wire.checkpoint import Checkpoint
+from delta_wire.acks import Ack, read_acks
+from delta_wire.begin import (
+    finish_predecessor,
+    first_version,
+    listed_seqs,
+    pointer_bytes,
+    unfinished_start,
+    write_pointer,
+)
+from delta_wire.chain import BucketReader
 from delta_wire.digest import Digest
 from delta_wire.errors import (
     BaseMismatchError,
@@ -21,17 +27,13 @@ from delta_wire.errors import (
     ModelMismatchError,
     ObjectExistsError,
     ObjectNotFoundError,
-    SetupError,
     WriterConflictError,
 )
 from delta_wire.files import sha256_file
 from delta_wire.manifest import (
-    MAX_ACK_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_POINTER_BYTES,
     POINTER_KEY,
-    Ack,
-    AnchorPart,
     DeltaPart,
     Manifest,
     ObjectRef,
@@ -39,15 +41,11 @@ from delta_wire.manifest import (
     Pointer,
     VersionId,
     manifest_key,
-    table_key,
 )
 from delta_wire.state import Delta, TensorDelta, TensorTable, change_of_digest, check_part, compose, num_changed
-from delta_wire.stores.base import Store, is_key
+from delta_wire.stores.base import Store
 
 __all__ = ["BucketReader", "BucketWriter", "Published"]
-
-_MAX_ACKS = 4096
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,57 +118,23 @@ class BucketWriter:
         reader = BucketReader(store)
         head = reader.latest()
         if head is None:
-            head = _unfinished_start(reader, digest) or cls._first(store, table, digest, reference, anchor_dir, step)
-            _write_pointer(store, head)
+            head = unfinished_start(reader, table, digest) or first_version(
+                store, table, digest, reference, anchor_dir, step
+            )
+            write_pointer(store, head)
             return cls(store, table, head, head.version.epoch, head.version.seq + 1)
         reader.table(head).require_same(table, f"the run in {store.url}", "the trainer's model")
-        unseen = [seq for seq in _listed_seqs(store) if seq > head.version.seq]
+        unseen = [seq for seq in listed_seqs(store) if seq > head.version.seq]
         # manifests of trainers that died before they moved the pointer; their numbers are not used again
         next_seq = max(unseen, default=head.version.seq) + 1
         if head.digest != digest:
-            head = _finish_predecessor(reader, head, unseen, digest)
+            head = finish_predecessor(reader, head, unseen, digest)
         if head.digest != digest:
             raise BaseMismatchError(
                 f"{store.url}: the newest version {head.version} has digest {head.digest}, the trainer's weights have "
                 f"{digest}; resume from the weights of that version (delta-wire checkout) or use an empty bucket"
             )
         return cls(store, table, head, head.version.epoch + 1, next_seq)
-
-    @classmethod
-    def _first(
-        cls,
-        store: Store,
-        table: TensorTable,
-        digest: Digest,
-        reference: str | None,
-        anchor_dir: Path | None,
-        step: int | None,
-    ) -> Manifest:
-        version = VersionId(secrets.token_hex(4), 1, 0)
-        if (reference is None) == (anchor_dir is None):
-            raise SetupError(
-                f"{store.url}: version 0 needs either a reference to a checkpoint (a folder, or repo@revision) that "
-                "servers can read, or a folder to upload"
-            )
-        if reference is not None and Path(reference).is_dir():
-            reference = str(Path(reference).resolve())
-        ref = ObjectRef(table_key(table.sha256), len(table.to_bytes()), table.sha256)
-        store.put(ref.key, table.to_bytes())
-        anchor = AnchorPart(reference)
-        head = Manifest(version, digest, ref, table.num_params, 0, step, round(time.time(), 3), None, None, anchor)
-        if anchor_dir is not None:
-            anchor = AnchorPart(None, _upload_anchor(store, anchor_dir, table, digest, anchor_prefix(head)))
-            head = Manifest(version, digest, ref, table.num_params, 0, step, head.created_unix_s, None, None, anchor)
-        # what the parser would refuse is refused before it is written
-        Manifest.from_bytes(head.to_bytes(), f"{store.url}/{manifest_key(0)}")
-        try:
-            store.put(manifest_key(0), head.to_bytes(), create_only=True)
-        except ObjectExistsError as error:
-            raise WriterConflictError(
-                f"{store.url}/{manifest_key(0)}: another trainer began a run here at the same time; give each run a "
-                "bucket of its own"
-            ) from error
-        return head
 
     def publish(self, delta: Delta, *, digest: Digest, step: int | None, encoding: str = "plain") -> Published:
         """Publish the next version.
@@ -201,29 +165,15 @@ class BucketWriter:
 
     def acks(self) -> list[Ack]:
         """What the servers say that they serve. Files that cannot be read are skipped with a warning."""
-        found = []
-        for info in self.store.list("acks/")[:_MAX_ACKS]:
-            source = f"{self.store.url}/{info.key}"
-            try:
-                ack = Ack.from_bytes(self.store.get(info.key, MAX_ACK_BYTES), source)
-            except ObjectNotFoundError:
-                continue
-            except FormatError as error:
-                logger.warning("ignoring an ack: %s", error)
-                continue
-            if ack.key != info.key:
-                logger.warning("ignoring an ack: %s is of server %s", source, ack.server)
-                continue
-            found.append(ack)
-        return found
+        return read_acks(self.store)
 
     def _check(self, delta: Delta, digest: Digest) -> None:
         source = f"{self.store.url}: version {self._next_seq}"
         for name, part in delta.items():
             if name not in self.table or part.name != name:
                 raise ModelMismatchError(
-                    f"{source}: tensor {name!r} (named {part.name!r}) is not in the model's table of {len(self.table)} "
-                    "tensors; the delta is of another model"
+                    f"{source}: tensor {name!r} (named {part.name!r}) is not among the {len(self.table)} tensors of "
+                    "the run; the delta is of another model"
                 )
             check_part(part, self.table[name], source)
         if any(part.old is None for part in delta.values()):
@@ -231,8 +181,8 @@ class BucketWriter:
         found = self.digest + change_of_digest(delta)
         if found != digest:
             raise DigestMismatchError(
-                f"{source}: the newest version {self.version} with this delta has digest {found}, expected {digest}; the "
-                "delta does not begin at that version. Build it against the snapshot of what was published last."
+                f"{source}: the newest version {self.version} with this delta has digest {found}, expected {digest}; "
+                "the delta does not begin at that version. Build it against the snapshot of what was published last."
             )
 
     def _upload(self, delta: Delta, digest: Digest, step: int | None, encoding: str) -> Manifest:
@@ -285,16 +235,14 @@ class BucketWriter:
     def _advance(self, manifest: Manifest) -> None:
         # a pointer write whose answer was lost has moved it already
         self._require_own_pointer(manifest)
-        _write_pointer(self.store, manifest)
+        write_pointer(self.store, manifest)
         self._head = manifest
         self._next_seq = manifest.version.seq + 1
         self._pending = None
 
     def _require_own_pointer(self, manifest: Manifest | None = None) -> None:
         allowed = (
-            [_pointer_bytes(self._head)]
-            if manifest is None
-            else [_pointer_bytes(self._head), _pointer_bytes(manifest)]
+            [pointer_bytes(self._head)] if manifest is None else [pointer_bytes(self._head), pointer_bytes(manifest)]
         )
         try:
             found = self.store.get(POINTER_KEY, MAX_POINTER_BYTES)
@@ -309,8 +257,8 @@ class BucketWriter:
 
     def _conflict(self, what: str) -> WriterConflictError:
         return WriterConflictError(
-            f"{self.store.url}: expected {POINTER_KEY} to name version {self.version}, which this trainer published last, "
-            f"but {what}; stop the other trainer, or start this one with a bucket of its own"
+            f"{self.store.url}: expected {POINTER_KEY} to name version {self.version}, which this trainer published "
+            f"last, but {what}; stop the other trainer, or start this one with a bucket of its own"
         )
 
 
@@ -327,69 +275,3 @@ def _without(settled: tuple[Manifest, Delta], delta: Delta, digest: Digest) -> D
         if part.old is not None
     }
     return compose(undo, delta)
-
-
-def _pointer_bytes(manifest: Manifest) -> bytes:
-    raw = manifest.to_bytes()
-    ref = ObjectRef(manifest_key(manifest.version.seq), len(raw), manifest.sha256)
-    return Pointer(manifest.version, ref).to_bytes()
-
-
-def _write_pointer(store: Store, manifest: Manifest) -> None:
-    store.put(POINTER_KEY, _pointer_bytes(manifest))
-
-
-def _listed_seqs(store: Store) -> list[int]:
-    keys = [info.key.removeprefix("versions/").removesuffix(".json") for info in store.list("versions/")]
-    return sorted(int(key) for key in keys if key.isdecimal())
-
-
-def _unfinished_start(reader: BucketReader, digest: Digest) -> Manifest | None:
-    """Version 0 of a trainer that died before it wrote the pointer; no reader has seen it."""
-    seqs = _listed_seqs(reader.store)
-    if not seqs:
-        return None
-    if seqs != [0]:
-        raise WriterConflictError(
-            f"{reader.store.url}: there are {len(seqs)} versions but no {POINTER_KEY}; somebody removed it. Use an empty "
-            "bucket."
-        )
-    found = reader.manifest(0)
-    reader.table(found)
-    if found.digest != digest:
-        raise BaseMismatchError(
-            f"{reader.store.url}: the unfinished start of run {found.version.run} has digest {found.digest}, the trainer's "
-            f"weights have {digest}; use an empty bucket"
-        )
-    return found
-
-
-def _finish_predecessor(reader: BucketReader, head: Manifest, unseen: list[int], digest: Digest) -> Manifest:
-    """Move the pointer to a version whose trainer died between manifest and pointer, if it is the state at hand."""
-    for seq in reversed(unseen):
-        found = reader.manifest(seq)
-        if found.digest == digest and found.parent is not None and found.parent.manifest_sha256 == head.sha256:
-            logger.warning("%s: finishing the publication of version %s", reader.store.url, found.version)
-            _write_pointer(reader.store, found)
-            return found
-    return head
-
-
-def _upload_anchor(
-    store: Store, folder: Path, table: TensorTable, digest: Digest, prefix: str
-) -> tuple[ObjectRef, ...]:
-    checkpoint = Checkpoint(folder)
-    table.require_same(checkpoint.table(), "the trainer's model", str(folder))
-    found = checkpoint.digest()
-    if found != digest:
-        raise DigestMismatchError(
-            f"{folder}: the checkpoint to upload has digest {found}, the trainer's weights have {digest}; save it again"
-        )
-    refs = []
-    for name in [*checkpoint.other_files(), *checkpoint.weight_files()]:
-        path = folder / name
-        if not is_key(prefix + name):
-            raise SetupError(f"{path}: this file name cannot be the key of an object; rename the file")
-        refs.append(ObjectRef(prefix + name, path.stat().st_size, sha256_file(path)))
-        store.put(refs[-1].key, path)
-    return tuple(refs)

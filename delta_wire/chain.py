@@ -88,7 +88,8 @@ class BucketReader:
         found = hashlib.sha256(raw).hexdigest()
         if expect_sha256 is not None and found != expect_sha256:
             raise FormatError(
-                f"{self._source(key)}: expected SHA-256 {expect_sha256}, found {found}; the manifest was replaced or is torn"
+                f"{self._source(key)}: expected SHA-256 {expect_sha256}, found {found}; the manifest was replaced or "
+                "is torn"
             )
         manifest = Manifest.from_bytes(raw, self._source(key))
         if manifest.version.seq != seq:
@@ -208,7 +209,7 @@ class BucketReader:
         # tensors stored whole list elements that did not change
         if num_changed(delta) < manifest.changed_params:
             raise FormatError(
-                f"{source}: changed_params is {manifest.changed_params}, the delta has only {num_changed(delta)} elements"
+                f"{source}: changed_params is {manifest.changed_params}, the delta has only {num_changed(delta)}"
             )
         return delta
 
@@ -229,7 +230,8 @@ class BucketReader:
         most = self.table(manifest).full_bytes + _MAX_ANCHOR_EXTRA_BYTES
         if size_bytes > most:
             raise FormatError(
-                f"{self.store.url}: the anchor of version {manifest.version} has {size_bytes} bytes, at most {most} expected"
+                f"{self.store.url}: the anchor of version {manifest.version} has {size_bytes} bytes, expected at most "
+                f"{most}"
             )
         prefix = anchor_prefix(manifest)
         for ref in manifest.anchor.objects:
@@ -260,8 +262,8 @@ def anchor_prefix(manifest: Manifest) -> str:
 def _require_same_bytes(source: str, ref: ObjectRef, size_bytes: int, sha256: str) -> None:
     if size_bytes != ref.size_bytes or sha256 != ref.sha256:
         raise FormatError(
-            f"{source}: expected {ref.size_bytes} bytes with SHA-256 {ref.sha256}, found {size_bytes} with {sha256}; the "
-            "object was replaced, truncated or damaged"
+            f"{source}: expected {ref.size_bytes} bytes with SHA-256 {ref.sha256}, found {size_bytes} with {sha256}; "
+            "the object was replaced, truncated or damaged"
         )
 
 

@@ -71,7 +71,7 @@ class Checkpoint:
         other = [f"{name} is {dtype}" for name in self.layout if (dtype := self.spec(name)[0]) != DTYPE]
         if other:
             raise ModelMismatchError(
-                f"{self.folder}: this release carries states whose tensors are all {DTYPE}, found {len(other)} others: "
+                f"{self.folder}: this release carries states of {DTYPE} tensors only, found {len(other)} others: "
                 f"{', '.join(other[:8])}. Save the model with dtype=bfloat16."
             )
         return TensorTable(TensorSpec(name, self.spec(name)[1]) for name in self.layout)
@@ -128,7 +128,8 @@ def _read_layout(folder: Path) -> dict[str, str]:
     single = folder / SINGLE_FILE
     if not single.is_file():
         raise SetupError(
-            f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; save the model with save_pretrained() as safetensors"
+            f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; save the model with save_pretrained() as "
+            "safetensors"
         )
     return dict.fromkeys(TensorFile(single).names(), SINGLE_FILE)
 
@@ -146,8 +147,8 @@ def resolve_reference(reference: str) -> Path:
     match = _HUB_REFERENCE.fullmatch(reference)
     if not match:
         raise SetupError(
-            f"the anchor's reference {reference!r} is no folder on this machine and not of the form repo@revision; put "
-            "the checkpoint there, or pass a copy of it"
+            f"the anchor's reference {reference!r} is no folder on this machine and not of the form repo@revision; "
+            "put the checkpoint there, or pass a copy of it"
         )
     try:
         from huggingface_hub import snapshot_download

@@ -86,7 +86,7 @@ def write_tensors(
             array = np.ascontiguousarray(source() if callable(source) else source)
             if array.size != prod(shape) or array.itemsize != _item_bytes(dtype, name):
                 raise ValueError(
-                    f"{name}: an array of {array.size} × {array.itemsize} bytes is not {list(shape)} of {dtype}"
+                    f"{name}: expected {dtype} {list(shape)}, found {array.size} elements of {array.itemsize} bytes"
                 )
             # an empty array has no buffer to view
             if array.size:
@@ -118,8 +118,8 @@ class TensorFile:
         (header_bytes,) = _LENGTH.unpack(self._map[: _LENGTH.size])
         if header_bytes > min(MAX_HEADER_BYTES, size_bytes - _LENGTH.size):
             raise FormatError(
-                f"{self.source}: the header claims {header_bytes} bytes, the file has {size_bytes} (and headers at most "
-                f"{MAX_HEADER_BYTES}); it is truncated or foreign"
+                f"{self.source}: the header claims {header_bytes} bytes, the file has {size_bytes} (and headers at "
+                f"most {MAX_HEADER_BYTES}); it is truncated or foreign"
             )
         self._start = _LENGTH.size + header_bytes
         raw = self._map[_LENGTH.size : self._start]
@@ -183,7 +183,8 @@ def _parse_entry(name: str, entry: object, source: str) -> tuple[str, tuple[int,
     begin, end = offsets
     if end - begin != prod(shape) * item_bytes:
         raise FormatError(
-            f"{source}: tensor {name}: {dtype} {shape} needs {prod(shape) * item_bytes} bytes, data_offsets span {end - begin}"
+            f"{source}: tensor {name}: {dtype} {shape} needs {prod(shape) * item_bytes} bytes, data_offsets span "
+            f"{end - begin}"
         )
     return dtype, tuple(shape), begin, end
 
@@ -193,7 +194,8 @@ def _check_spans(spans: list[tuple[int, int, str]], data_bytes: int, source: str
     for begin, end, name in sorted(spans):
         if begin != at:
             raise FormatError(
-                f"{source}: tensor {name} begins at byte {begin}, expected {at}: tensors must neither overlap nor leave gaps"
+                f"{source}: tensor {name} begins at byte {begin}, expected {at}: tensors must neither overlap nor "
+                "leave gaps"
             )
         at = end
     if at != data_bytes:

@@ -6,7 +6,11 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from delta_wire.errors import StoreUnavailableError
 
 # begins with a dot, so that it can never be the key of an object
 TEMPORARY_PREFIX = ".tmp-"
@@ -41,3 +45,15 @@ def sha256_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def staging(path: Path) -> Iterator[None]:
+    """A full or missing staging folder is not the bucket's fault, and the message must not say so."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"{path.parent}: cannot write the downloaded file: {error.strerror or error}; free space there or choose "
+            "another folder"
+        ) from error

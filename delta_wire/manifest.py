@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small JSON objects of a bucket: manifests, the pointer, acks. docs/FORMAT.md is the norm.
+"""The small JSON objects of a bucket: manifests and the pointer. docs/FORMAT.md is the norm.
 
 Parsing is strict and bounded: what these objects say decides which other objects are read, and how large they may be.
 Unknown fields are ignored, a newer `format` is refused.
@@ -10,92 +10,48 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from delta_wire.acks import MAX_ACK_BYTES, Ack
 from delta_wire.digest import Digest
-from delta_wire.errors import FormatError, UnsupportedFormatError
-from delta_wire.stores.base import MAX_KEY_CHARS, is_key
-from delta_wire.strict import (
-    dump,
-    load_object,
-    take,
-    take_float,
-    take_int,
-    take_object,
-    take_sha256,
-    take_text,
+from delta_wire.errors import FormatError
+from delta_wire.refs import (
+    FORMAT_VERSION,
+    MAX_EPOCH,
+    MAX_SEQ,
+    ObjectRef,
+    VersionId,
+    load_document,
+    manifest_key,
+    table_key,
+    take_digest,
 )
+from delta_wire.strict import dump, take, take_float, take_int, take_object, take_sha256, take_text
 
-FORMAT_VERSION = 1
+__all__ = [
+    "FORMAT_VERSION",
+    "MAX_ACK_BYTES",
+    "MAX_MANIFEST_BYTES",
+    "MAX_POINTER_BYTES",
+    "POINTER_KEY",
+    "Ack",
+    "AnchorPart",
+    "DeltaPart",
+    "Manifest",
+    "ObjectRef",
+    "Parent",
+    "Pointer",
+    "VersionId",
+    "manifest_key",
+    "table_key",
+]
+
 POINTER_KEY = "LATEST"
 MAX_POINTER_BYTES = 64 << 10
 MAX_MANIFEST_BYTES = 4 << 20
-MAX_ACK_BYTES = 16 << 10
 MAX_OBJECTS = 10_000
-MAX_SEQ = 10**12 - 1
 MAX_REFERENCE_CHARS = 4096
-MAX_REASON_CHARS = 2000
-_RUN = re.compile(r"[A-Za-z0-9]{1,64}")
 _ENCODING = re.compile(r"[a-z0-9_]{1,32}")
-_SERVER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_VERSION = re.compile(r"([A-Za-z0-9]{1,64})-([0-9]{1,15})-([0-9]{1,12})")
-
-
-@dataclass(frozen=True, slots=True)
-class VersionId:
-    """Names a version of a run.
-
-    Args:
-        run (`str`): random, one per bucket.
-        epoch (`int`): grows by one each time a trainer takes the run over.
-        seq (`int`): grows with every version; sorts as an integer.
-    """
-
-    run: str
-    epoch: int
-    seq: int
-
-    def __str__(self) -> str:
-        return f"{self.run}-{self.epoch}-{self.seq}"
-
-    @classmethod
-    def parse(cls, text: str) -> VersionId:
-        """Read what `str()` writes."""
-        match = _VERSION.fullmatch(text)
-        if not match:
-            raise FormatError(f"expected a version of the form run-epoch-seq, found {text!r:.120}")
-        return cls(match[1], int(match[2]), int(match[3]))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"run": self.run, "epoch": self.epoch, "seq": self.seq}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any], source: str) -> VersionId:
-        run = take_text(value, "run", source, 64)
-        if not _RUN.fullmatch(run):
-            raise FormatError(f"{source}: run must be 1 to 64 letters or digits, found {run!r}")
-        return cls(run, take_int(value, "epoch", source, 1, 10**15 - 1), take_int(value, "seq", source, 0, MAX_SEQ))
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectRef:
-    """An object by key, size and hash; a reader takes nothing else for it."""
-
-    key: str
-    size_bytes: int
-    sha256: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"key": self.key, "size_bytes": self.size_bytes, "sha256": self.sha256}
-
-    @classmethod
-    def from_json(cls, value: object, source: str, prefix: str) -> ObjectRef:
-        if not isinstance(value, dict):
-            raise FormatError(f"{source}: expected a reference to an object, found {value!r:.80}")
-        key = take_text(value, "key", source, MAX_KEY_CHARS)
-        if not is_key(key) or not key.startswith(prefix):
-            raise FormatError(f"{source}: the key {key!r} is not allowed here, expected {prefix}…")
-        return cls(key, take_int(value, "size_bytes", source), take_sha256(value, "sha256", source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +148,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, raw: bytes, source: str) -> Manifest:
         """Parse and check a manifest; `source` names the object in errors."""
-        value = _load(raw, source, MAX_MANIFEST_BYTES)
+        value = load_document(raw, source, MAX_MANIFEST_BYTES)
         version = VersionId.from_json(take_object(value, "version", source), f"{source}: version")
         num_params = take_int(value, "num_params", source, 0, 1 << 60)
         table = ObjectRef.from_json(take(value, "table", source), f"{source}: table", "tables/")
@@ -200,7 +156,7 @@ class Manifest:
             raise FormatError(f"{source}: table: the key {table.key} does not carry the hash {table.sha256}")
         manifest = cls(
             version=version,
-            digest=_take_digest(value, source),
+            digest=take_digest(value, source),
             table=table,
             num_params=num_params,
             changed_params=take_int(value, "changed_params", source, 0, num_params),
@@ -230,7 +186,7 @@ class Pointer:
 
     @classmethod
     def from_bytes(cls, raw: bytes, source: str) -> Pointer:
-        value = _load(raw, source, MAX_POINTER_BYTES)
+        value = load_document(raw, source, MAX_POINTER_BYTES)
         version = VersionId.from_json(take_object(value, "version", source), f"{source}: version")
         ref = ObjectRef.from_json(take(value, "manifest", source), f"{source}: manifest", "versions/")
         if ref.key != manifest_key(version.seq) or ref.size_bytes > MAX_MANIFEST_BYTES:
@@ -241,99 +197,6 @@ class Pointer:
         return cls(version, ref)
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
-    """What a server says about itself.
-
-    Args:
-        server (`str`): its id, 1 to 128 letters, digits or `._-`.
-        version ([`VersionId`], *optional*), digest ([`Digest`], *optional*): what it serves.
-        state (`str`): `"serving"` or `"degraded"`.
-        reason (`str`, *optional*): why it is degraded.
-        pause_ms (`float`, *optional*): how long the last commit held generation up.
-        served_unix_s (`float`): since when, by the server's clock.
-    """
-
-    server: str
-    version: VersionId | None
-    digest: Digest | None
-    state: Literal["serving", "degraded"]
-    reason: str | None
-    pause_ms: float | None
-    served_unix_s: float
-
-    @property
-    def key(self) -> str:
-        if not _SERVER.fullmatch(self.server):
-            raise FormatError(f"a server id is 1 to 128 letters, digits or ._-, found {self.server!r:.200}")
-        return f"acks/{self.server}.json"
-
-    def to_bytes(self) -> bytes:
-        return dump(
-            {
-                "format": FORMAT_VERSION,
-                "server": self.server,
-                "version": self.version and self.version.to_json(),
-                "digest": None if self.digest is None else str(self.digest),
-                "state": self.state,
-                "reason": _printable(self.reason),
-                "pause_ms": self.pause_ms,
-                "served_unix_s": self.served_unix_s,
-            }
-        )
-
-    @classmethod
-    def from_bytes(cls, raw: bytes, source: str) -> Ack:
-        value = _load(raw, source, MAX_ACK_BYTES)
-        state = take(value, "state", source)
-        if state not in ("serving", "degraded"):
-            raise FormatError(f"{source}: state must be serving or degraded, found {state!r:.80}")
-        version = take(value, "version", source)
-        server = take_text(value, "server", source, 128)
-        if not _SERVER.fullmatch(server):
-            raise FormatError(f"{source}: a server id is 1 to 128 letters, digits or ._-, found {server!r}")
-        return cls(
-            server=server,
-            version=None
-            if version is None
-            else VersionId.from_json(take_object(value, "version", source), f"{source}: version"),
-            digest=None if take(value, "digest", source) is None else _take_digest(value, source),
-            state=state,
-            reason=None
-            if take(value, "reason", source) is None
-            else take_text(value, "reason", source, MAX_REASON_CHARS),
-            pause_ms=None if take(value, "pause_ms", source) is None else take_float(value, "pause_ms", source),
-            served_unix_s=take_float(value, "served_unix_s", source),
-        )
-
-
-def manifest_key(seq: int) -> str:
-    """Key of a version's manifest; zero-padded, so that names sort as numbers."""
-    return f"versions/{seq:012d}.json"
-
-
-def table_key(sha256: str) -> str:
-    """Key of a tensor table."""
-    return f"tables/{sha256}.json"
-
-
-def _load(raw: bytes, source: str, max_bytes: int) -> dict[str, Any]:
-    value = load_object(raw, source, max_bytes)
-    written = take_int(value, "format", source, 1)
-    if written > FORMAT_VERSION:
-        raise UnsupportedFormatError(
-            f"{source}: written in format {written}, this release reads up to {FORMAT_VERSION}; upgrade delta-weight-sync here"
-        )
-    return value
-
-
-def _take_digest(value: dict[str, Any], source: str) -> Digest:
-    try:
-        return Digest.parse(take(value, "digest", source))
-    except FormatError as error:
-        raise FormatError(f"{source}: digest: {error}") from None
-
-
 def _parse_parent(value: object, version: VersionId, source: str) -> Parent | None:
     if value is None:
         return None
@@ -341,8 +204,8 @@ def _parse_parent(value: object, version: VersionId, source: str) -> Parent | No
         raise FormatError(f"{source}: expected an object, found {value!r:.80}")
     parent = Parent(
         take_int(value, "seq", source, 0, MAX_SEQ),
-        take_int(value, "epoch", source, 1, 10**15 - 1),
-        _take_digest(value, source),
+        take_int(value, "epoch", source, 1, MAX_EPOCH),
+        take_digest(value, source),
         take_sha256(value, "manifest_sha256", source),
     )
     if parent.seq >= version.seq or parent.epoch > version.epoch:
@@ -387,11 +250,3 @@ def _parse_anchor(value: object, source: str) -> AnchorPart | None:
     if (reference is None) == (not objects):
         raise FormatError(f"{source}: an anchor is either a reference or a list of objects")
     return AnchorPart(reference, objects)
-
-
-def _printable(text: str | None) -> str | None:
-    """What the parser accepts: one printable line, not empty."""
-    if text is None:
-        return None
-    line = "".join(char if char.isprintable() else " " for char in text)[:MAX_REASON_CHARS]
-    return line or None

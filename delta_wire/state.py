@@ -168,14 +168,14 @@ def index_dtype(num_elements: int) -> np.dtype:
 
 
 def check_part(part: TensorDelta, spec: TensorSpec, source: str) -> None:
-    """Raise [`FormatError`] unless a change fits its tensor: types, lengths, indices in range and strictly ascending."""
+    """Raise [`FormatError`] unless a change fits its tensor: types, lengths, indices in range and ascending."""
     from delta_wire.kernels import cpu
 
     arrays = [part.new] if part.old is None else [part.new, part.old]
     if part.indices.dtype not in (np.int32, np.int64) or any(array.dtype != np.uint16 for array in arrays):
         raise FormatError(
-            f"{source}: tensor {spec.name}: expected int32 or int64 indices and uint16 bits, found {part.indices.dtype} "
-            f"and {', '.join(str(array.dtype) for array in arrays)}"
+            f"{source}: tensor {spec.name}: expected int32 or int64 indices and uint16 bits, found "
+            f"{part.indices.dtype} and {', '.join(str(array.dtype) for array in arrays)}"
         )
     if part.indices.ndim != 1 or any(array.shape != part.indices.shape for array in arrays):
         raise FormatError(
@@ -186,8 +186,8 @@ def check_part(part: TensorDelta, spec: TensorSpec, source: str) -> None:
     if wrong >= 0:
         before = f" after {part.indices[wrong - 1]}" if wrong else ""
         raise FormatError(
-            f"{source}: tensor {spec.name}: index {part.indices[wrong]}{before} at position {wrong} is out of range or "
-            f"not ascending; expected strictly ascending indices below {spec.num_elements}"
+            f"{source}: tensor {spec.name}: index {part.indices[wrong]}{before} at position {wrong} is out of range "
+            f"or not ascending; expected strictly ascending indices below {spec.num_elements}"
         )
 
 

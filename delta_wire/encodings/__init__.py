@@ -43,6 +43,7 @@ def get(name: str) -> Encoding:
     encodings: dict[str, Encoding] = {PlainEncoding.name: PlainEncoding()}
     if name not in encodings:
         raise UnsupportedFormatError(
-            f"the encoding {name!r} is not known, this release reads {', '.join(encodings)}; upgrade delta-weight-sync here"
+            f"the encoding {name!r} is not known, this release reads {', '.join(encodings)}; upgrade "
+            "delta-weight-sync here"
         )
     return encodings[name]

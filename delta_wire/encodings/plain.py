@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding `plain`: changed positions and new values of every tensor, as readers of published sparse deltas expect them.
+"""Encoding `plain`: changed positions and new values of every tensor, as other readers of sparse deltas expect.
 
 Letters: `N` elements of a tensor, `K` changed elements of it.
 """
@@ -42,12 +42,12 @@ class PlainEncoding:
             for suffix in (INDICES, VALUES):
                 if name.endswith(suffix) and name.removesuffix(suffix) in table:
                     raise ModelMismatchError(
-                        f"the model has tensors {name.removesuffix(suffix)!r} and {name!r}, which encoding plain cannot "
-                        "tell from its own; rename one of them"
+                        f"the model has tensors {name.removesuffix(suffix)!r} and {name!r}, which encoding plain "
+                        "cannot tell from its own; rename one of them"
                     )
             if len(name.encode()) > MAX_NAME_BYTES - len(INDICES):
                 raise ModelMismatchError(
-                    f"encoding plain needs tensor names of at most {MAX_NAME_BYTES - len(INDICES)} bytes, found {name!r}"
+                    f"encoding plain needs names of at most {MAX_NAME_BYTES - len(INDICES)} bytes, found {name!r}"
                 )
 
     def max_bytes(self, table: TensorTable) -> int:
@@ -111,7 +111,8 @@ class PlainEncoding:
         written = metadata.get("delta_format", FORMAT)
         if written != FORMAT:
             raise UnsupportedFormatError(
-                f"{source}: delta_format is {written!r:.40}, this release reads {FORMAT!r}; upgrade delta-weight-sync here"
+                f"{source}: delta_format is {written!r:.40}, this release reads {FORMAT!r}; upgrade "
+                "delta-weight-sync here"
             )
         encoding = metadata.get("encoding", self.name)
         if encoding != self.name:
@@ -125,7 +126,8 @@ def _split(stored: str, table: TensorTable, source: str) -> tuple[str, str]:
         if stored.endswith(suffix) and stored.removesuffix(suffix) in table:
             return stored.removesuffix(suffix), suffix
     raise ModelMismatchError(
-        f"{source}: tensor {stored!r} belongs to no tensor of the model ({len(table)} tensors); the file is of another model"
+        f"{source}: tensor {stored!r} belongs to none of the {len(table)} tensors of the model; the file is of "
+        "another model"
     )
 
 
@@ -146,7 +148,8 @@ def _sparse(file: TensorFile, spec: TensorSpec, source: str) -> TensorDelta:
     dtype, shape = file.spec(indices)
     if dtype not in ("I32", "I64") or len(shape) != 1 or shape[0] > spec.num_elements:
         raise FormatError(
-            f"{source}: {indices}: expected I32 or I64 and at most {spec.num_elements} entries, found {dtype} {list(shape)}"
+            f"{source}: {indices}: expected I32 or I64 and at most {spec.num_elements} entries, found {dtype} "
+            f"{list(shape)}"
         )
     if file.spec(values) != (DTYPE, shape):
         found = file.spec(values)

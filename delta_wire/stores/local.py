@@ -21,7 +21,7 @@ from delta_wire.errors import (
     SetupError,
     StoreUnavailableError,
 )
-from delta_wire.files import COPY_BYTES, sync_folder, temporary_beside
+from delta_wire.files import COPY_BYTES, staging, sync_folder, temporary_beside
 from delta_wire.stores.base import ObjectInfo, check_key, is_key, too_large
 
 # what a file system without hard links answers
@@ -65,12 +65,12 @@ class LocalStore:
         with self._errors(key, "read"), self._open(key, max_bytes) as (file, size_bytes):
             temporary = temporary_beside(path)
             try:
-                with _staging(path), temporary.open("xb") as out:
+                with staging(path), temporary.open("xb") as out:
                     shutil.copyfileobj(file, out, COPY_BYTES)
                     copied = out.tell()
                 if copied != size_bytes:
                     raise self._changed(key, size_bytes, copied)
-                with _staging(path):
+                with staging(path):
                     os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -235,15 +235,3 @@ class LocalStore:
                 f"{self.url}/{key}: cannot {action}: {error.strerror or error}; check access rights and free space of "
                 "the bucket's folder"
             ) from error
-
-
-@contextmanager
-def _staging(path: Path) -> Iterator[None]:
-    """A full or missing staging folder is not the bucket's fault, and the message must not say so."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreUnavailableError(
-            f"{path.parent}: cannot write the downloaded file: {error.strerror or error}; free space there or choose "
-            "another folder"
-        ) from error

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from delta_wire.errors import BucketNotFoundError, ObjectExistsError, ObjectNotFoundError
-from delta_wire.files import write_file
+from delta_wire.files import staging, write_file
 from delta_wire.stores.base import ObjectInfo, check_key, too_large
 
 _BUCKETS: dict[str, dict[str, bytes]] = {}
@@ -56,7 +56,9 @@ class MemoryStore:
         return data
 
     def get_file(self, key: str, path: Path, max_bytes: int) -> None:
-        write_file(path, self.get(key, max_bytes))
+        data = self.get(key, max_bytes)
+        with staging(path):
+            write_file(path, data)
 
     def put(self, key: str, data: bytes | Path, *, create_only: bool = False) -> None:
         check_key(key, self.url)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a writer begins: a new run in an empty bucket, or where another writer has stopped."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from pathlib import Path
+
+from delta_wire.chain import BucketReader, anchor_prefix
+from delta_wire.checkpoint import Checkpoint
+from delta_wire.digest import Digest
+from delta_wire.errors import (
+    BaseMismatchError,
+    DigestMismatchError,
+    ObjectExistsError,
+    SetupError,
+    WriterConflictError,
+)
+from delta_wire.files import sha256_file
+from delta_wire.manifest import (
+    POINTER_KEY,
+    AnchorPart,
+    Manifest,
+    ObjectRef,
+    Pointer,
+    VersionId,
+    manifest_key,
+    table_key,
+)
+from delta_wire.state import TensorTable
+from delta_wire.stores.base import Store, is_key
+
+logger = logging.getLogger(__name__)
+
+
+def first_version(
+    store: Store,
+    table: TensorTable,
+    digest: Digest,
+    reference: str | None,
+    anchor_dir: Path | None,
+    step: int | None,
+) -> Manifest:
+    """Write table, anchor and manifest of version 0."""
+    version = VersionId(secrets.token_hex(4), 1, 0)
+    if (reference is None) == (anchor_dir is None):
+        raise SetupError(
+            f"{store.url}: version 0 needs either a reference to a checkpoint (a folder, or repo@revision) that "
+            "servers can read, or a folder to upload"
+        )
+    if reference is not None and Path(reference).is_dir():
+        reference = str(Path(reference).resolve())
+    ref = ObjectRef(table_key(table.sha256), len(table.to_bytes()), table.sha256)
+    store.put(ref.key, table.to_bytes())
+    anchor = AnchorPart(reference)
+    head = Manifest(version, digest, ref, table.num_params, 0, step, round(time.time(), 3), None, None, anchor)
+    if anchor_dir is not None:
+        anchor = AnchorPart(None, upload_anchor(store, anchor_dir, table, digest, anchor_prefix(head)))
+        head = Manifest(version, digest, ref, table.num_params, 0, step, head.created_unix_s, None, None, anchor)
+    # what the parser would refuse is refused before it is written
+    Manifest.from_bytes(head.to_bytes(), f"{store.url}/{manifest_key(0)}")
+    try:
+        store.put(manifest_key(0), head.to_bytes(), create_only=True)
+    except ObjectExistsError as error:
+        raise WriterConflictError(
+            f"{store.url}/{manifest_key(0)}: another trainer began a run here at the same time; give each run a "
+            "bucket of its own"
+        ) from error
+    return head
+
+
+def pointer_bytes(manifest: Manifest) -> bytes:
+    """The pointer that names a version."""
+    raw = manifest.to_bytes()
+    ref = ObjectRef(manifest_key(manifest.version.seq), len(raw), manifest.sha256)
+    return Pointer(manifest.version, ref).to_bytes()
+
+
+def write_pointer(store: Store, manifest: Manifest) -> None:
+    """Make a version the newest; its objects and manifest are durable."""
+    store.put(POINTER_KEY, pointer_bytes(manifest))
+
+
+def listed_seqs(store: Store) -> list[int]:
+    """Numbers of all versions that have a manifest, also of those no pointer has named."""
+    keys = [info.key.removeprefix("versions/").removesuffix(".json") for info in store.list("versions/")]
+    return sorted(int(key) for key in keys if key.isdecimal())
+
+
+def unfinished_start(reader: BucketReader, table: TensorTable, digest: Digest) -> Manifest | None:
+    """Version 0 of a trainer that died before it wrote the pointer; no reader has seen it."""
+    seqs = listed_seqs(reader.store)
+    if not seqs:
+        return None
+    if seqs != [0]:
+        raise WriterConflictError(
+            f"{reader.store.url}: there are {len(seqs)} versions but no {POINTER_KEY}; somebody removed it. Use an "
+            "empty bucket."
+        )
+    found = reader.manifest(0)
+    reader.table(found).require_same(table, f"the unfinished start in {reader.store.url}", "the trainer's model")
+    if found.digest != digest:
+        raise BaseMismatchError(
+            f"{reader.store.url}: the unfinished start of run {found.version.run} has digest {found.digest}, the "
+            f"trainer's weights have {digest}; use an empty bucket"
+        )
+    return found
+
+
+def finish_predecessor(reader: BucketReader, head: Manifest, unseen: list[int], digest: Digest) -> Manifest:
+    """Move the pointer to a version whose trainer died between manifest and pointer, if it is the state at hand."""
+    for seq in reversed(unseen):
+        found = reader.manifest(seq)
+        if found.digest == digest and found.parent is not None and found.parent.manifest_sha256 == head.sha256:
+            logger.warning("%s: finishing the publication of version %s", reader.store.url, found.version)
+            write_pointer(reader.store, found)
+            return found
+    return head
+
+
+def upload_anchor(
+    store: Store, folder: Path, table: TensorTable, digest: Digest, prefix: str
+) -> tuple[ObjectRef, ...]:
+    checkpoint = Checkpoint(folder)
+    table.require_same(checkpoint.table(), "the trainer's model", str(folder))
+    found = checkpoint.digest()
+    if found != digest:
+        raise DigestMismatchError(
+            f"{folder}: the checkpoint to upload has digest {found}, the trainer's weights have {digest}; save it "
+            "again"
+        )
+    refs = []
+    for name in [*checkpoint.other_files(), *checkpoint.weight_files()]:
+        path = folder / name
+        if not is_key(prefix + name):
+            raise SetupError(f"{path}: this file name cannot be the key of an object; rename the file")
+        refs.append(ObjectRef(prefix + name, path.stat().st_size, sha256_file(path)))
+        store.put(refs[-1].key, path)
+    return tuple(refs)

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Going through a run without a server: rebuild the state of a version, prove every version, write a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from delta_wire.chain import BucketReader
+from delta_wire.checkpoint import Checkpoint
+from delta_wire.container import write_tensors
+from delta_wire.digest import Digest, digest_change
+from delta_wire.errors import (
+    BaseMismatchError,
+    DeltaError,
+    DigestMismatchError,
+    ObjectNotFoundError,
+    SetupError,
+    StoreError,
+)
+from delta_wire.files import temporary_beside
+from delta_wire.manifest import Manifest
+from delta_wire.state import DTYPE
+
+
+class State:
+    """All bits of a version, in memory; only what has changed since its anchor takes room.
+
+    Args:
+        reader ([`~delta_wire.bucket.BucketReader`]): where deltas come from.
+        anchor ([`~delta_wire.manifest.Manifest`]): a version with an anchor.
+        folder (`Path`): for downloads; must stay until the state is not used any more.
+        base_folder (`Path`, *optional*): a copy of the anchor's checkpoint, used in place of it.
+
+    Raises [`BaseMismatchError`] unless the checkpoint has exactly the digest of the anchor's version.
+    """
+
+    def __init__(self, reader: BucketReader, anchor: Manifest, folder: Path, base_folder: Path | None = None):
+        self._reader = reader
+        self._folder = folder
+        self.version = anchor
+        self.table = reader.table(anchor)
+        base_folder = base_folder or reader.fetch_anchor(anchor, folder / _anchor_folder(anchor))
+        self.checkpoint = Checkpoint(base_folder, private=True)
+        self.table.require_same(self.checkpoint.table(), f"version {anchor.version}", str(base_folder))
+        found = self.recompute()
+        if found != anchor.digest:
+            raise BaseMismatchError(
+                f"{base_folder}: expected the checkpoint of version {anchor.version} with digest {anchor.digest}, "
+                f"found {found}; its weights are others. Get the checkpoint that the run was started from."
+            )
+
+    @property
+    def digest(self) -> Digest:
+        """Announced digest of the version; proven by every step that led here."""
+        return self.version.digest
+
+    def bits(self, name: str) -> np.ndarray:
+        """uint16 patterns of a tensor in its own shape."""
+        return self.checkpoint.bits(name)
+
+    def recompute(self) -> Digest:
+        """Digest of what is in memory, in full."""
+        return self.checkpoint.digest()
+
+    def apply(self, manifest: Manifest) -> None:
+        """Go on to a child of the version; nothing has changed if this raises."""
+        parent = manifest.parent
+        if parent is None or parent.digest != self.digest:
+            raise BaseMismatchError(
+                f"version {manifest.version}: expected a delta for digest {self.digest} (version "
+                f"{self.version.version}), found one for {parent and parent.digest}"
+            )
+        delta = self._reader.fetch_delta(manifest, self._folder)
+        digest = self.digest
+        for name, part in delta.items():
+            digest = digest + digest_change(name, part.indices, self.bits(name).reshape(-1)[part.indices], part.new)
+        if digest != manifest.digest:
+            keys = ", ".join(ref.key for ref in manifest.delta.objects) if manifest.delta else "none"
+            raise DigestMismatchError(
+                f"version {manifest.version} ({keys}): expected digest {manifest.digest} after its delta, found "
+                f"{digest}; the delta is not the one that was published, or its manifest is wrong"
+            )
+        for name, part in delta.items():
+            self.bits(name).reshape(-1)[part.indices] = part.new
+        self.version = manifest
+
+
+@contextmanager
+def materialise(reader: BucketReader, manifest: Manifest, base_folder: Path | None = None) -> Iterator[State]:
+    """Rebuild a version from the newest restart point before it.
+
+    Args:
+        reader ([`~delta_wire.bucket.BucketReader`]): the run.
+        manifest ([`~delta_wire.manifest.Manifest`]): the version wanted.
+        base_folder (`Path`, *optional*): a copy of the restart point's checkpoint.
+    """
+    anchor = reader.restart_point(manifest)
+    steps = []
+    for step in reader.walk(manifest):
+        if step == anchor:
+            break
+        steps.append(step)
+    with tempfile.TemporaryDirectory(prefix="delta-wire-") as folder:
+        state = State(reader, anchor, Path(folder), base_folder)
+        for step in reversed(steps):
+            state.apply(step)
+        yield state
+
+
+def checkout(
+    reader: BucketReader, manifest: Manifest, destination: str | Path, base_folder: Path | None = None
+) -> Path:
+    """Write a version as a checkpoint that `from_pretrained` and `vllm serve` open.
+
+    Args:
+        reader ([`~delta_wire.bucket.BucketReader`]): the run.
+        manifest ([`~delta_wire.manifest.Manifest`]): the version.
+        destination (`str` or `Path`): must not exist, or be an empty folder; appears complete or not at all.
+        base_folder (`Path`, *optional*): a copy of the restart point's checkpoint.
+
+    Files are split as in the restart point's checkpoint; its configuration, tokenizer and templates come along.
+    """
+    destination = Path(os.path.realpath(destination))
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise SetupError(f"{destination}: exists and is not an empty folder; choose another destination")
+    with materialise(reader, manifest, base_folder) as state:
+        temporary = temporary_beside(destination)
+        try:
+            temporary.mkdir(parents=True)
+            _write(state, temporary)
+            written = Checkpoint(temporary)
+            state.table.require_same(written.table(), f"version {manifest.version}", str(temporary))
+            found = written.digest()
+            if found != manifest.digest:
+                raise DigestMismatchError(
+                    f"{temporary}: expected version {manifest.version} with digest {manifest.digest}, found {found} "
+                    "after writing; the disk or the memory of this machine is at fault"
+                )
+            os.rename(temporary, destination)
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise SetupError(
+                f"{destination}: cannot write the checkpoint: {error.strerror or error}; free space or choose another "
+                "destination"
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return destination
+
+
+def _write(state: State, folder: Path) -> None:
+    base = state.checkpoint
+    for name in base.other_files():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        shutil.copyfile(base.folder / name, path)
+    by_file: dict[str, list[str]] = {}
+    for name, file in base.layout.items():
+        by_file.setdefault(file, []).append(name)
+    for file, names in by_file.items():
+        tensors = {name: (DTYPE, state.table[name].shape, state.bits(name)) for name in names}
+        # transformers refuses a file that does not say so
+        write_tensors(folder / file, tensors, {"format": "pt"})
+    for name in base.weight_files():
+        if name not in by_file:
+            shutil.copyfile(base.folder / name, folder / name)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What the replay says about a version.
+
+    Args:
+        seq (`int`): sequence number.
+        version (`str`, *optional*): `run-epoch-seq`; `None` if the manifest cannot be read.
+        ok (`bool`): everything that was checked is as announced.
+        checks: what was checked: `"anchor"` (full digest of the checkpoint), `"delta"` (digest update from the old
+            bits), `"state"` (full digest of the state replayed so far).
+        reason (`str`, *optional*): the first thing that is wrong.
+    """
+
+    seq: int
+    version: str | None
+    ok: bool
+    checks: tuple[str, ...]
+    reason: str | None
+
+
+def verify(reader: BucketReader, base_folder: Path | None = None) -> Iterator[Check]:
+    """Replay a run from its oldest restart point to its newest version and prove each on the way.
+
+    Args:
+        reader ([`~delta_wire.bucket.BucketReader`]): the run.
+        base_folder (`Path`, *optional*): a copy of the oldest restart point's checkpoint.
+
+    Yields one [`Check`] per version, oldest first. A version after one that failed cannot be proven and fails as well,
+    until an anchor restarts the chain. [`~delta_wire.errors.StoreError`] is raised if the bucket cannot be read.
+    """
+    latest = reader.latest()
+    if latest is None:
+        raise SetupError(f"{reader.store.url}: nothing has been published yet; there is nothing to verify")
+    versions, broken = _collect(reader, latest)
+    oldest = next((at for at in reversed(range(len(versions))) if versions[at].anchor is not None), None)
+    if broken is not None:
+        yield broken
+    if oldest is None:
+        reason = f"{reader.store.url}: no version has an anchor, so the chain cannot be replayed"
+        yield from (_failed(manifest, (), reason) for manifest in reversed(versions))
+        return
+    replayed = versions[oldest::-1]
+    if broken is not None:
+        yield from (_failed(manifest, (), broken.reason or "") for manifest in reversed(versions[oldest + 1 :]))
+    state: State | None = None
+    with tempfile.TemporaryDirectory(prefix="delta-wire-") as folder:
+        for number, manifest in enumerate(replayed):
+            checks: list[str] = []
+            reason = None
+            try:
+                before = state
+                state = None
+                if before is not None and manifest.delta is not None:
+                    before.apply(manifest)
+                    checks.append("delta")
+                    state = before
+                if manifest.anchor is not None:
+                    state = State(reader, manifest, Path(folder), base_folder if number == 0 else None)
+                    # mapped by now; a run may hold more anchors than the disk has room for
+                    shutil.rmtree(Path(folder) / _anchor_folder(manifest), ignore_errors=True)
+                    checks.append("anchor")
+                if state is None:
+                    reason = f"version {manifest.version} follows a version that failed, so it cannot be proven"
+                elif manifest is latest:
+                    _prove(state)
+                    checks.append("state")
+            except ObjectNotFoundError as error:
+                reason = str(error)
+            except StoreError:
+                raise
+            except DeltaError as error:
+                reason = str(error)
+            if reason is not None:
+                state = None
+            yield Check(manifest.version.seq, str(manifest.version), reason is None, tuple(checks), reason)
+
+
+def _anchor_folder(manifest: Manifest) -> str:
+    return f"anchor-{manifest.version.seq}"
+
+
+def _prove(state: State) -> None:
+    found = state.recompute()
+    if found != state.digest:
+        raise DigestMismatchError(
+            f"version {state.version.version}: expected digest {state.digest} for the replayed state, found {found} "
+            "when recomputed in full"
+        )
+
+
+def _collect(reader: BucketReader, latest: Manifest) -> tuple[list[Manifest], Check | None]:
+    """Versions from the newest to the oldest that can be reached, and what stopped the walk, if that is a fault."""
+    versions: list[Manifest] = []
+    try:
+        for manifest in reader.walk(latest):
+            versions.append(manifest)
+    except ObjectNotFoundError as error:
+        # retention removes old manifests, never one that a chain from an anchor needs
+        if any(manifest.anchor is not None for manifest in versions):
+            return versions, None
+        return versions, _missing(versions[-1], str(error))
+    except StoreError:
+        raise
+    except DeltaError as error:
+        return versions, _missing(versions[-1], str(error))
+    return versions, None
+
+
+def _missing(child: Manifest, reason: str) -> Check:
+    return Check(child.parent.seq if child.parent else 0, None, False, (), reason)
+
+
+def _failed(manifest: Manifest, checks: tuple[str, ...], reason: str) -> Check:
+    return Check(manifest.version.seq, str(manifest.version), False, checks, reason)
