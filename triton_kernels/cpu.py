@@ -11,9 +11,11 @@ import numba
 import numpy as np
 
 _GROUP = 64
+_PART = 16
 
 
-def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`numba.njit` without the GIL, cached on disk."""
     # a read-only install with a read-only home has nowhere to keep compiled code: compile per process then
     try:
         return numba.njit(nogil=True, cache=True, boundscheck=False)(function)
@@ -21,7 +23,7 @@ def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(nogil=True, cache=False, boundscheck=False)(function)
 
 
-@_jit
+@jit
 def _mix(x):
     x ^= x >> np.uint64(33)
     x *= np.uint64(0xFF51AFD7ED558CCD)
@@ -30,7 +32,7 @@ def _mix(x):
     return x ^ (x >> np.uint64(33))
 
 
-@_jit
+@jit
 def _round_f32(wide):
     upper = wide >> np.uint32(16)
     rounded = (wide + np.uint32(0x7FFF) + (upper & np.uint32(1))) >> np.uint32(16)
@@ -38,34 +40,54 @@ def _round_f32(wide):
     return np.uint16(nan if (wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000) else rounded)
 
 
-@_jit
+@jit
 def round_f32(wide, out):
     """bf16 bits `out` (`[N]`, uint16) of float32 patterns `wide` (`[N]`, uint32). Reads 4 N bytes, writes 2 N."""
     for i in range(wide.size):
         out[i] = _round_f32(wide[i])
 
 
-@_jit
-def count_f32(wide, snapshot, start, stop):
-    """Number of elements in `[start, stop)` whose rounded bits differ from `snapshot`. Reads 6 bytes an element."""
-    count = np.int64(0)
-    for i in range(start, stop):
-        count += np.int64(_round_f32(wide[i]) != snapshot[i])
-    return count
+@jit
+def _may_differ_f32(wide, snapshot):
+    """Non-zero if any rounded pattern is not the snapshot's, or if there is a NaN to look at closely.
+
+    Additions and bit operations from index zero on, so that it vectorises: a magnitude above that of infinity carries
+    into bit 31.
+    """
+    differs = np.uint32(0)
+    for i in range(wide.size):
+        x = wide[i]
+        rounded = (x + np.uint32(0x7FFF) + ((x >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        nan = ((x & np.uint32(0x7FFFFFFF)) + np.uint32(0x007FFFFF)) & np.uint32(0x80000000)
+        differs |= (rounded ^ np.uint32(snapshot[i])) | nan
+    return differs
 
 
-@_jit
-def fill_f32(wide, snapshot, start, stop, indices, old, new, at):
-    """Write changed indices, old and new bits of `[start, stop)` from position `at` on; update `snapshot`."""
-    group = start
-    while group < stop:
+@jit
+def extract_f32(wide, snapshot, start, stop, indices, old, new):
+    """Find the elements of `[start, stop)` whose rounded bits differ from the snapshot's, and update the snapshot.
+
+    Reads 6 bytes an element once: nearly no group of 64 holds a change, so a vectorised test skips it; one that does
+    is narrowed down to 16 by the same test.
+
+    Args:
+        wide: uint32 `[N]`, float32 patterns.
+        snapshot: uint16 `[N]`.
+        indices, old, new: scratch of at least `stop - start` entries.
+
+    Returns:
+        The number of changes, which fill the front of the scratch in ascending order.
+    """
+    at = 0
+    for group in range(start, stop, _GROUP):
         end = min(group + _GROUP, stop)
-        # one vectorised pass tells whether the group holds a change at all: nearly none does
-        differs = np.uint16(0)
-        for i in range(group, end):
-            differs |= _round_f32(wide[i]) ^ snapshot[i]
-        if differs != 0:
-            for i in range(group, end):
+        if _may_differ_f32(wide[group:end], snapshot[group:end]) == 0:
+            continue
+        for part in range(group, end, _PART):
+            part_end = min(part + _PART, end)
+            if _may_differ_f32(wide[part:part_end], snapshot[part:part_end]) == 0:
+                continue
+            for i in range(part, part_end):
                 bits = _round_f32(wide[i])
                 if bits != snapshot[i]:
                     indices[at] = i
@@ -73,39 +95,36 @@ def fill_f32(wide, snapshot, start, stop, indices, old, new, at):
                     new[at] = bits
                     snapshot[i] = bits
                     at += 1
-        group = end
+    return at
 
 
-@_jit
-def count_bits(bits, snapshot, start, stop):
-    """As [`count_f32`], for 16-bit patterns. Reads 4 bytes an element."""
-    count = np.int64(0)
-    for i in range(start, stop):
-        count += np.int64(bits[i] != snapshot[i])
-    return count
+@jit
+def _differs_bits(bits, snapshot):
+    differs = np.uint16(0)
+    for i in range(bits.size):
+        differs |= bits[i] ^ snapshot[i]
+    return differs
 
 
-@_jit
-def fill_bits(bits, snapshot, start, stop, indices, old, new, at):
-    """As [`fill_f32`], for 16-bit patterns."""
-    group = start
-    while group < stop:
+@jit
+def extract_bits(bits, snapshot, start, stop, indices, old, new):
+    """As [`extract_f32`] for 16-bit patterns; reads 4 bytes an element."""
+    at = 0
+    for group in range(start, stop, _GROUP):
         end = min(group + _GROUP, stop)
-        differs = np.uint16(0)
+        if _differs_bits(bits[group:end], snapshot[group:end]) == 0:
+            continue
         for i in range(group, end):
-            differs |= bits[i] ^ snapshot[i]
-        if differs != 0:
-            for i in range(group, end):
-                if bits[i] != snapshot[i]:
-                    indices[at] = i
-                    old[at] = snapshot[i]
-                    new[at] = bits[i]
-                    snapshot[i] = bits[i]
-                    at += 1
-        group = end
+            if bits[i] != snapshot[i]:
+                indices[at] = i
+                old[at] = snapshot[i]
+                new[at] = bits[i]
+                snapshot[i] = bits[i]
+                at += 1
+    return at
 
 
-@_jit
+@jit
 def digest_sparse(indices, bits, key_0, key_1):
     """Two lanes summed over `[K]` elements. Reads 6 K or 10 K bytes."""
     lane_0 = np.uint64(0)
@@ -117,7 +136,7 @@ def digest_sparse(indices, bits, key_0, key_1):
     return lane_0, lane_1
 
 
-@_jit
+@jit
 def digest_block(bits, start, step_0, step_1, step_2, key_0, key_1):
     """Two lanes over a 3-D view `bits` of any strides whose element `[i, j, k]` has the flat index
     `start + i * step_0 + j * step_1 + k * step_2`. Reads 2 N bytes."""
@@ -133,14 +152,14 @@ def digest_block(bits, start, step_0, step_1, step_2, key_0, key_1):
     return lane_0, lane_1
 
 
-@_jit
+@jit
 def gather(flat, positions, out):
     """`out[i] = flat[positions[i]]`. Reads 10 K bytes, writes 2 K."""
     for i in range(positions.size):
         out[i] = flat[positions[i]]
 
 
-@_jit
+@jit
 def scatter(flat, positions, new, old):
     """Swap `new` into `flat` at `positions`, keeping what was there in `old`."""
     for i in range(positions.size):
@@ -149,7 +168,7 @@ def scatter(flat, positions, new, old):
         flat[at] = new[i]
 
 
-@_jit
+@jit
 def check_indices(indices, num_elements):
     """Position of the first entry that is out of range or not greater than its predecessor, −1 if there is none."""
     previous = np.int64(-1)
@@ -161,7 +180,7 @@ def check_indices(indices, num_elements):
     return -1
 
 
-@_jit
+@jit
 def merge_count(first, second):
     """Size of the union of two strictly ascending index arrays."""
     i = j = count = 0
@@ -174,7 +193,7 @@ def merge_count(first, second):
     return count + (first.size - i) + (second.size - j)
 
 
-@_jit
+@jit
 def merge_fill(first, old_1, new_1, second, old_2, new_2, drop_equal, indices, old, new):
     """Compose two sparse changes of one tensor: where both touch an index, the old bits are the first's and the new
     bits the second's. With `drop_equal`, elements that end where they began are left out. Returns the number kept."""

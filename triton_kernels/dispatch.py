@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 _INT32_LIMIT = 1 << 31
-# a share of work that amortises a task's start, about 5 ms
-_CHUNK = 1 << 22
+# a share of work that amortises a task's start, about a millisecond; 8 bytes of scratch an element and thread
+_CHUNK = 1 << 20
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="delta-kernels")
+_LOCAL = threading.local()
 
 
 def _host(tensor: torch.Tensor, dtype: type[np.generic]) -> np.ndarray:
@@ -67,7 +69,7 @@ def extract(param: torch.Tensor, snapshot: torch.Tensor) -> tuple[torch.Tensor, 
 
     Returns:
         `(indices, old, new)`: flat indices `[K]` in ascending order, int32 (int64 from 2^31 elements on); bits
-        before and after, int16 `[K]`. On a CPU reads 6 N bytes for float32 and 4 N for bfloat16, twice.
+        before and after, int16 `[K]`. On a CPU reads 6 N bytes for float32 and 4 N for bfloat16, once.
     """
     import torch
 
@@ -86,26 +88,40 @@ def extract(param: torch.Tensor, snapshot: torch.Tensor) -> tuple[torch.Tensor, 
     from delta_wire.kernels import cpu
 
     if param.dtype == torch.bfloat16:
-        source, count, fill = _host(param, np.uint16).reshape(-1), cpu.count_bits, cpu.fill_bits
+        source, find = _host(param, np.uint16).reshape(-1), cpu.extract_bits
     else:
-        source, count, fill = _host(param.to(torch.float32), np.uint32).reshape(-1), cpu.count_f32, cpu.fill_f32
+        source, find = _host(param.to(torch.float32), np.uint32).reshape(-1), cpu.extract_f32
     held = _host(snapshot, np.uint16)
-    bounds = [(at, min(at + _CHUNK, source.size)) for at in range(0, source.size, _CHUNK)]
-    counts = list(_THREADS.map(lambda b: count(source, held, b[0], b[1]), bounds))
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    num_changed = int(offsets[-1])
-    indices = torch.empty(num_changed, dtype=index_dtype)
-    old = torch.empty(num_changed, dtype=torch.int16)
-    new = torch.empty(num_changed, dtype=torch.int16)
-    views = (indices.numpy(), _host(old, np.uint16), _host(new, np.uint16))
-    tasks = [
-        _THREADS.submit(fill, source, held, start, stop, *views, at)
-        for (start, stop), at, changed in zip(bounds, offsets, counts, strict=False)
-        if changed
-    ]
-    for task in tasks:
-        task.result()
-    return indices, old, new
+    numpy_index = np.int32 if index_dtype == torch.int32 else np.int64
+
+    def extract_chunk(start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        scratch = _scratch(numpy_index)
+        size = find(source, held, start, min(start + _CHUNK, source.size), *scratch)
+        return scratch[0][:size].copy(), scratch[1][:size].copy(), scratch[2][:size].copy()
+
+    starts = range(0, source.size, _CHUNK)
+    # one chunk is not worth a thread
+    pieces = list(_THREADS.map(extract_chunk, starts) if len(starts) > 1 else map(extract_chunk, starts))
+    indices, old, new = (
+        np.concatenate([np.empty(0, dtype=dtype), *(piece[part] for piece in pieces)])
+        for part, dtype in enumerate((numpy_index, np.uint16, np.uint16))
+    )
+    return torch.from_numpy(indices), _to_torch(old), _to_torch(new)
+
+
+def _scratch(index_dtype: type[np.generic]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """This thread's room for the changes of one chunk."""
+    held = getattr(_LOCAL, "scratch", None)
+    if held is None or held[0].dtype != index_dtype or held[0].size < _CHUNK:
+        held = (np.empty(_CHUNK, index_dtype), np.empty(_CHUNK, np.uint16), np.empty(_CHUNK, np.uint16))
+        _LOCAL.scratch = held
+    return held
+
+
+def _to_torch(bits: np.ndarray) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(bits.view(np.int16))
 
 
 def digest_sparse(indices: torch.Tensor | np.ndarray, bits: torch.Tensor | np.ndarray, keys: tuple[int, int]):

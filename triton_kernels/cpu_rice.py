@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fast CPU forms of the bulk coding: segmented Rice codes and bf16 steps. Compiled by numba, GIL released.
+
+A *segment* is a strictly ascending list of `K` positions in a universe of `n`. It is coded as the gaps of whichever of
+the set and its complement is smaller: the low `k` bits of every gap go to one bit stream, the quotient in unary
+(zeros, then a one) to another. `k` follows from `(n, K)` in integers, so it is never stored. All segments of a file
+share the two streams. Bit `i` of a stream is bit `i % 64` of its little-endian 64-bit word `i // 64`.
+
+Source: Golomb, "Run-length encodings" (1966); Rice and Plaunt (1971); the parameter rule is the golden-ratio threshold
+of Gallager and van Voorhis (1975), with −ln(1 − K/n) taken as 2K / (2n − K).
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from delta_wire.kernels.cpu import jit
+
+
+@intrinsic
+def _trailing_zeros(typing_context, word):
+    """Index of the lowest set bit of a non-zero uint64."""
+
+    def codegen(context, builder, signature, args):
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), codegen
+
+
+@jit
+def rice_parameter(n, count):
+    """Low bits for `count` coded elements out of `n`: the smallest `k` with 2000 · 2^k · K ≥ 481 (2n − K)."""
+    k = 0
+    if count == 0:
+        return k
+    bound = 481 * (2 * n - count)
+    while 2000 * count * (1 << k) < bound:
+        k += 1
+    return k
+
+
+@jit
+def stream_bounds(n, count):
+    """Upper bounds of the bits that [`rice_encode`] uses in its two streams."""
+    low_bits = np.int64(0)
+    high_bits = np.int64(0)
+    for s in range(n.size):
+        coded = min(count[s], n[s] - count[s])
+        if coded:
+            k = rice_parameter(n[s], coded)
+            low_bits += coded * k
+            high_bits += coded + ((n[s] - coded) >> k)
+    return low_bits, high_bits
+
+
+@jit
+def _put_gap(gap, k, low, high, state):
+    """Append one gap; `state` holds the two bit positions and the two words under construction."""
+    low_bits, high_bits, low_word, high_word = state
+    end = high_bits + np.int64(gap >> k)
+    if end >> 6 != high_bits >> 6:
+        high[high_bits >> 6] = high_word
+        high_word = np.uint64(0)
+    high_word |= np.uint64(1) << np.uint64(end & 63)
+    high_bits = end + 1
+    if high_bits & 63 == 0:
+        high[end >> 6] = high_word
+        high_word = np.uint64(0)
+    if k:
+        value = gap & ((np.uint64(1) << k) - np.uint64(1))
+        shift = np.uint64(low_bits & 63)
+        low_word |= value << shift
+        if shift + k >= np.uint64(64):
+            low[low_bits >> 6] = low_word
+            low_word = value >> (np.uint64(64) - shift) if shift else np.uint64(0)
+        low_bits += np.int64(k)
+    return low_bits, high_bits, low_word, high_word
+
+
+@jit
+def rice_encode(positions, n, count, low, high):
+    """Code all segments.
+
+    Args:
+        positions: int32 or int64, the segments one after another.
+        n, count: int64 `[S]`, universe and number of positions of each segment.
+        low, high: uint64 words, zeroed, large enough.
+
+    Returns:
+        Bits used in `low` and in `high`.
+    """
+    state = (np.int64(0), np.int64(0), np.uint64(0), np.uint64(0))
+    start = np.int64(0)
+    for s in range(n.size):
+        size = count[s]
+        stop = start + size
+        previous = np.int64(-1)
+        if 2 * size <= n[s]:
+            k = np.uint64(rice_parameter(n[s], size))
+            for at in range(start, stop):
+                position = np.int64(positions[at])
+                state = _put_gap(np.uint64(position - previous - 1), k, low, high, state)
+                previous = position
+        else:
+            # the coded positions are the holes between the given ones
+            k = np.uint64(rice_parameter(n[s], n[s] - size))
+            hole = np.int64(0)
+            for at in range(start, stop + 1):
+                following = np.int64(positions[at]) if at < stop else n[s]
+                while hole < following:
+                    state = _put_gap(np.uint64(hole - previous - 1), k, low, high, state)
+                    previous = hole
+                    hole += 1
+                hole += 1
+        start = stop
+    low_bits, high_bits, low_word, high_word = state
+    if low_bits & 63:
+        low[low_bits >> 6] = low_word
+    if high_bits & 63:
+        high[high_bits >> 6] = high_word
+    return low_bits, high_bits
+
+
+@jit
+def rice_decode(low, high, n, count, positions):
+    """Inverse of [`rice_encode`]. Returns the bits of `high` read, −1 where the streams do not fit the segments."""
+    low_size_bits = np.int64(low.size) * 64
+    low_bits = np.int64(0)
+    at = np.int64(0)
+    base = np.int64(0)
+    word = high[0] if high.size else np.uint64(0)
+    high_previous = np.int64(-1)
+    for s in range(n.size):
+        size = count[s]
+        complement = 2 * size > n[s]
+        coded = n[s] - size if complement else size
+        k = np.uint64(rice_parameter(n[s], coded))
+        if low_bits + coded * np.int64(k) > low_size_bits:
+            return np.int64(-1)
+        mask = (np.uint64(1) << k) - np.uint64(1)
+        previous = np.int64(-1)
+        for _ in range(coded):
+            while word == 0:
+                base += 64
+                if base >> 6 >= high.size:
+                    return np.int64(-1)
+                word = high[base >> 6]
+            one = base + np.int64(_trailing_zeros(word))
+            word &= word - np.uint64(1)
+            gap = (one - high_previous - 1) << np.int64(k)
+            high_previous = one
+            if k:
+                at_word = low_bits >> 6
+                shift = np.uint64(low_bits & 63)
+                value = low[at_word] >> shift
+                if shift + k > np.uint64(64):
+                    value |= low[at_word + 1] << (np.uint64(64) - shift)
+                gap |= np.int64(value & mask)
+                low_bits += np.int64(k)
+            position = previous + 1 + gap
+            # a gap that wrapped is negative
+            if gap < 0 or position >= n[s]:
+                return np.int64(-1)
+            if complement:
+                for member in range(previous + 1, position):
+                    positions[at] = member
+                    at += 1
+            else:
+                positions[at] = position
+                at += 1
+            previous = position
+        if complement:
+            for member in range(previous + 1, n[s]):
+                positions[at] = member
+                at += 1
+    return high_previous + 1
+
+
+@jit
+def line(bits):
+    """Position of a bf16 pattern on the monotone integer line: −0 right below +0, everything in numeric order."""
+    return bits ^ np.uint16(0x7FFF) if bits & np.uint16(0x8000) else bits
+
+
+@jit
+def steps_between(old, new, magnitude, raw):
+    """Steps from `old` to `new` (`[K]`, uint16, different) on the monotone line, modulo 2^16.
+
+    Writes their magnitudes (1 to 32768) and their signs, one bit each, to the front of zeroed words. Returns the sum
+    of the positions of the magnitudes' top bits.
+    """
+    top_bits = np.int64(0)
+    word = np.uint64(0)
+    for i in range(old.size):
+        step = np.uint16(line(new[i]) - line(old[i]))
+        negative = np.uint16(step > np.uint16(0x8000))
+        word |= np.uint64(negative) << np.uint64(i & 63)
+        if i & 63 == 63:
+            raw[i >> 6] = word
+            word = np.uint64(0)
+        size = np.uint16((step ^ np.uint16(-negative)) + negative)
+        magnitude[i] = size
+        while size > 1:
+            size >>= 1
+            top_bits += 1
+    if old.size & 63:
+        raw[old.size >> 6] = word
+    return top_bits
+
+
+@jit
+def apply_steps(old, step, new):
+    """`new` = `old` moved by `step` (uint16, modulo 2^16) along the monotone line. Inverse of [`steps_between`]."""
+    for i in range(old.size):
+        moved = np.uint16(line(old[i]) + step[i])
+        new[i] = moved ^ np.uint16(0x7FFF) if moved & np.uint16(0x8000) else moved
+
+
+@jit
+def write_bits(words, at, value, size):
+    """Put the low `size` bits (at most 63) of `value` (uint64) at bit `at` of zeroed uint64 words. Returns the end."""
+    word = at >> 6
+    shift = np.uint64(at & 63)
+    words[word] |= value << shift
+    if shift + np.uint64(size) > np.uint64(64):
+        words[word + 1] |= value >> (np.uint64(64) - shift)
+    return at + size
+
+
+@jit
+def read_bits(words, at, size):
+    """Inverse of [`write_bits`]; the caller has checked that the bits exist."""
+    word = at >> 6
+    shift = np.uint64(at & 63)
+    value = words[word] >> shift
+    if shift + np.uint64(size) > np.uint64(64):
+        value |= words[word + 1] << (np.uint64(64) - shift)
+    return value & ((np.uint64(1) << np.uint64(size)) - np.uint64(1))
+
+
+@jit
+def golomb_write(values, order, words, at):
+    """Exp-Golomb codes of `values` (int64 ≥ 0, below 2^47), each of its own `order` (int64): with x = value + 2^order
+    of `b` bits, b − order − 1 zeros, a one, then the b − 1 low bits of x. Returns the end."""
+    for i in range(values.size):
+        x = np.uint64(values[i]) + (np.uint64(1) << np.uint64(order[i]))
+        size = np.int64(0)
+        while x >> np.uint64(size):
+            size += 1
+        at += size - order[i] - 1
+        at = write_bits(words, at, np.uint64(1), 1)
+        at = write_bits(words, at, x & ((np.uint64(1) << np.uint64(size - 1)) - np.uint64(1)), size - 1)
+    return at
+
+
+@jit
+def golomb_read(words, at, order, values):
+    """Inverse of [`golomb_write`] for `values.size` codes. Returns the end, −1 where the words end first."""
+    end = np.int64(words.size) * 64
+    for i in range(values.size):
+        zeros = np.int64(0)
+        while at < end and not (words[at >> 6] >> np.uint64(at & 63)) & np.uint64(1):
+            zeros += 1
+            at += 1
+        size = zeros + order[i]
+        if size > 62 or at + 1 + size > end:
+            return np.int64(-1)
+        value = read_bits(words, at + 1, size) if size else np.uint64(0)
+        at += 1 + size
+        values[i] = np.int64((np.uint64(1) << np.uint64(size)) + value) - (np.int64(1) << order[i])
+    return at
+
+
+@jit
+def split_magnitudes(magnitude, group, levels, counts, raw, raw_bits):
+    """Code magnitudes by the position of their top bit, level by level, in groups with statistics of their own.
+
+    Level `j` asks, of the elements whose top bit is at least `j`, whose is higher: the answers are the positions of a
+    segment. The bits below the top one follow in `raw`, in the order in which the elements drop out.
+
+    Args:
+        magnitude: uint16 `[K]`, 1 to 32768.
+        group: int64 `[G]`, sizes of the groups.
+        levels: int64, receives the segments one after another, group by group.
+        counts: int64 `[G, 16]`, receives how many top bits are above each level.
+        raw, raw_bits: uint64 words and the bit to start at.
+
+    Returns:
+        The number of entries in `levels` and the end in `raw`.
+    """
+    at = np.int64(0)
+    start = np.int64(0)
+    for g in range(group.size):
+        current = magnitude[start : start + group[g]]
+        start += group[g]
+        for level in range(16):
+            survivors = np.empty(current.size, dtype=np.uint16)
+            kept = 0
+            bound = np.uint32(2) << np.uint32(level)
+            for i in range(current.size):
+                if np.uint32(current[i]) >= bound:
+                    levels[at] = i
+                    at += 1
+                    survivors[kept] = current[i]
+                    kept += 1
+                elif level:
+                    low = np.uint64(current[i]) & np.uint64((1 << level) - 1)
+                    raw_bits = write_bits(raw, raw_bits, low, level)
+            counts[g, level] = kept
+            if kept == 0:
+                break
+            current = survivors[:kept]
+    return at, raw_bits
+
+
+@jit
+def join_steps(levels, group, counts, raw, raw_bits, step):
+    """Inverse of [`split_magnitudes`], signs (the first `K` bits of `raw`) applied: `step` is uint16, modulo 2^16.
+    Returns the end in `raw`, −1 where it is too short."""
+    end = np.int64(raw.size) * 64
+    at = np.int64(0)
+    start = np.int64(0)
+    for i in range(step.size):
+        step[i] = 1
+    for g in range(group.size):
+        # nearly all magnitudes are 1, whose level has no raw bits: only those above it are visited
+        member = start + levels[at : at + counts[g, 0]]
+        at += counts[g, 0]
+        start += group[g]
+        for level in range(1, 16):
+            if member.size == 0:
+                break
+            kept = counts[g, level]
+            if raw_bits + level * (member.size - kept) > end:
+                return np.int64(-1)
+            survivors = np.empty(kept, dtype=np.int64)
+            next_survivor = 0
+            for i in range(member.size):
+                if next_survivor < kept and levels[at + next_survivor] == i:
+                    survivors[next_survivor] = member[i]
+                    next_survivor += 1
+                else:
+                    low = read_bits(raw, raw_bits, level)
+                    raw_bits += level
+                    step[member[i]] = np.uint16((np.uint64(1) << np.uint64(level)) | low)
+            at += kept
+            member = survivors
+    for i in range(step.size):
+        negative = np.uint16((raw[i >> 6] >> np.uint64(i & 63)) & np.uint64(1))
+        step[i] = (step[i] ^ np.uint16(-negative)) + negative
+    return raw_bits
+
+
+@jit
+def count_order(universe):
+    """Order of the exp-Golomb code for a count within `universe`."""
+    size = np.int64(0)
+    while universe >> size:
+        size += 1
+    return max(np.int64(0), size - 3)
+
+
+@jit
+def write_level_counts(group, counts, words, at):
+    """Code the level counts of all groups; a group's list ends with its first zero. Returns the end."""
+    value = np.empty(1, dtype=np.int64)
+    order = np.empty(1, dtype=np.int64)
+    for g in range(group.size):
+        universe = group[g]
+        for level in range(16):
+            if universe == 0:
+                break
+            value[0] = counts[g, level]
+            order[0] = count_order(universe)
+            at = golomb_write(value, order, words, at)
+            universe = counts[g, level]
+    return at
+
+
+@jit
+def read_level_counts(words, at, group, counts):
+    """Inverse of [`write_level_counts`]. Returns the end, −1 where the words end or a count exceeds its group."""
+    value = np.empty(1, dtype=np.int64)
+    order = np.empty(1, dtype=np.int64)
+    for g in range(group.size):
+        universe = group[g]
+        for level in range(16):
+            if universe == 0:
+                break
+            order[0] = count_order(universe)
+            at = golomb_read(words, at, order, value)
+            # top bits go up to 15, so nothing is above the last level
+            if at < 0 or value[0] > universe or (level == 15 and value[0]):
+                return np.int64(-1)
+            counts[g, level] = value[0]
+            universe = value[0]
+    return at
+
+
+@jit
+def step_bits(group, counts):
+    """Upper bound of the bits that the steps of each group take (`[G]`, int64)."""
+    bits = np.empty(group.size, dtype=np.int64)
+    n = np.empty(1, dtype=np.int64)
+    count = np.empty(1, dtype=np.int64)
+    for g in range(group.size):
+        total = group[g]
+        n[0] = group[g]
+        for level in range(16):
+            count[0] = counts[g, level]
+            low_bits, high_bits = stream_bounds(n, count)
+            total += low_bits + high_bits + count[0]
+            n[0] = count[0]
+        bits[g] = total
+    return bits
+
+
+@jit
+def class_counts(bits, counts):
+    """Histogram (`[256]`, int64) of the exponents of bf16 patterns."""
+    for i in range(bits.size):
+        counts[(bits[i] >> np.uint16(7)) & np.uint16(0xFF)] += 1
+
+
+@jit
+def class_ranks(bits, base, indices, exponent, rank):
+    """For changed elements (`indices`, `[K]`, ascending, all within a slab that starts at `base` and holds `bits`):
+    the exponent of the old value and the element's rank among the slab's elements of that exponent."""
+    seen = np.zeros(256, dtype=np.int64)
+    at = np.int64(0)
+    for i in range(bits.size):
+        e = (bits[i] >> np.uint16(7)) & np.uint16(0xFF)
+        if at < indices.size and indices[at] == base + i:
+            exponent[at] = e
+            rank[at] = seen[e]
+            at += 1
+        seen[e] += 1
+
+
+@jit
+def class_select(bits, base, ranks, start, indices, slot):
+    """Inverse of [`class_ranks`]: `ranks` holds the changed ranks by class, class `e` at `start[e]:start[e + 1]`;
+    writes the flat indices in ascending order and where in `ranks` each came from."""
+    seen = np.zeros(256, dtype=np.int64)
+    following = start.copy()
+    at = np.int64(0)
+    for i in range(bits.size):
+        e = (bits[i] >> np.uint16(7)) & np.uint16(0xFF)
+        if following[e] < start[e + 1] and ranks[following[e]] == seen[e]:
+            indices[at] = base + i
+            slot[at] = following[e]
+            following[e] += 1
+            at += 1
+        seen[e] += 1
