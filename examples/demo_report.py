@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo shows while it runs and at its end."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from trl_delta import DeltaSyncSession
+
+# how long a line waits for the server to acknowledge its step before it tells what is known
+PATIENCE_S = 5.0
+_POLL_S = 0.05
+
+
+def say(text: str) -> None:
+    """One line on stdout, at once."""
+    print(text, flush=True)
+
+
+class Progress:
+    """One line that counts seconds: overwritten on a terminal, every 10 s elsewhere.
+
+    Args:
+        what (`str`): what is being waited for.
+    """
+
+    def __init__(self, what: str):
+        self._what = what
+        self._said_s = -10.0
+
+    def __call__(self, elapsed_s: float) -> None:
+        if sys.stdout.isatty():
+            print(f"\r{self._what} … {elapsed_s:.0f} s ", end="", flush=True)
+        elif elapsed_s - self._said_s >= 10:
+            self._said_s = elapsed_s
+            say(f"{self._what} … {elapsed_s:.0f} s")
+
+    def done(self, result: str) -> None:
+        say(f"\r{result}" if sys.stdout.isatty() else result)
+
+
+class LiveLines(TrainerCallback):
+    """Prints one line per optimizer step as soon as the server has acknowledged it, without holding training up.
+
+    Args:
+        session ([`DeltaSyncSession`]): of the attached callback.
+    """
+
+    def __init__(self, session: DeltaSyncSession):
+        self.session = session
+        self.rewards: list[float] = []
+        self.staleness: list[float] = []
+        self._rows: queue.Queue[dict[str, float] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._print_rows, name="demo-lines", daemon=True)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        say("step  reward  changed     delta / full weights   published  served  staleness  pause")
+        self._thread.start()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "loss" in logs:
+            self.rewards.append(logs.get("reward", float("nan")))
+            self.staleness.append(logs.get("sample/staleness_mean", float("nan")))
+            self._rows.put({**logs, "step": state.global_step})
+
+    def close(self) -> None:
+        """Print what is left."""
+        self._rows.put(None)
+        if self._thread.is_alive():
+            self._thread.join(2 * PATIENCE_S)
+
+    def _print_rows(self) -> None:
+        while (row := self._rows.get()) is not None:
+            step = int(row["step"])
+            self._await_ack(step)
+            say(self._line(step, row))
+
+    def _await_ack(self, step: int) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline_s:
+            served = self.session.watcher.step
+            # a later row says more than an acknowledgement that does not come
+            if (served is not None and served >= step) or not self._rows.empty():
+                return
+            time.sleep(_POLL_S)
+
+    def _line(self, step: int, row: dict[str, float]) -> str:
+        publisher, watcher = self.session.publisher, self.session.watcher
+        record = next((record for record in list(publisher.records) if record.step == step), None)
+        delta = "not published" if record is None else f"{record.delta_bytes / 1e6:.3f} MB"
+        pauses = [ack.pause_ms for ack in watcher.servers.values() if ack.pause_ms is not None]
+        served = "-" if watcher.seq is None else f"v{watcher.seq}"
+        return (
+            f"{step:4d}  {row.get('reward', float('nan')):6.3f}  {row['delta/changed_frac']:7.3%}  "
+            f"{delta:>13} / {self.session.table.full_bytes / 1e6:8.2f} MB  {'v' + str(publisher.durable_seq):>9}  "
+            f"{served:>6}  {row.get('sample/staleness_mean', float('nan')):9.2f}  "
+            + (f"{max(pauses):.1f} ms" if pauses else "-")
+        )
+
+
+def summarise(
+    lines: LiveLines, status: dict[str, Any], unequal: list[str] | None, wall_s: float, run_dir: Path
+) -> dict[str, Any]:
+    """Print the closing table and write `summary.json`.
+
+    Args:
+        lines ([`LiveLines`]): what was seen.
+        status (`dict`): the server's last status; empty if it did not answer.
+        unequal (`list[str]`, *optional*): tensors whose digests differ, `None` if they could not be compared.
+        wall_s (`float`): duration of the whole demo.
+        run_dir (`Path`): folder of the summary.
+    """
+    session = lines.session
+    records = session.publisher.records
+    num_params = session.table.num_params
+    summary = {
+        "versions_published": session.publisher.durable_seq,
+        "version_served": status.get("seq"),
+        "bit_exact": unequal == [],
+        "full_bytes": session.table.full_bytes,
+        "delta_bytes": [record.delta_bytes for record in records],
+        "changed_frac": [record.num_changed / num_params for record in records],
+        "pause_ms": status.get("pauses_ms", []),
+        "reward": lines.rewards,
+        "staleness": lines.staleness,
+        "wall_s": round(wall_s, 1),
+        "num_params": num_params,
+        "publish_s": [round(record.publish_s, 4) for record in records],
+        "server_state": status.get("state"),
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    mean_bytes = sum(summary["delta_bytes"]) / max(1, len(records))
+    mean_frac = sum(summary["changed_frac"]) / max(1, len(records))
+    pauses = summary["pause_ms"]
+    for name, value in (
+        ("full weights", f"{summary['full_bytes'] / 1e6:.2f} MB, {num_params:,} parameters"),
+        ("mean delta", f"{mean_bytes / 1e6:.3f} MB, {mean_bytes / summary['full_bytes']:.3%} of the full weights"),
+        ("mean change", f"{mean_frac:.3%} of the parameters per version"),
+        ("pause", f"{sum(pauses) / len(pauses):.1f} ms mean, {max(pauses):.1f} ms longest" if pauses else "none"),
+        ("versions", f"{summary['versions_published']} published, {summary['version_served']} served"),
+        ("tensors equal", f"{len(session.table) - len(unequal or [])} of {len(session.table)}"
+         if unequal is not None else "not compared"),
+        ("bit exact", "yes" if summary["bit_exact"] else "NO"),
+    ):  # fmt: skip
+        say(f"  {name:14} {value}")
+    return summary
