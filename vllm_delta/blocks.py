@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -71,7 +72,7 @@ def coverage(num_elements: int, blocks: Sequence[Block]) -> Coverage:
             raise ValueError(f"a block of [{block.start}, {block.stop}) reaches outside of {num_elements} elements")
     if all(block.is_run for block in blocks):
         ordered = sorted(blocks, key=lambda block: block.start)
-        overlaps = any(left.stop > right.start for left, right in zip(ordered, ordered[1:], strict=False))
+        overlaps = any(left.stop > right.start for left, right in pairwise(ordered))
         if not overlaps:
             return Coverage(sum(block.num_elements for block in blocks), False)
     seen = np.zeros(num_elements, dtype=np.bool_)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from delta_wire.digest import Digest
 from delta_wire.errors import DigestMismatchError, LayoutError
@@ -59,6 +60,10 @@ class Layout:
         for found in traces:
             self._group_of.append([groups.setdefault((n, b.merged()), len(groups)) for n, b in found.regions])
         self._tensor_of = [name for name, _ in groups]
+        self._holders = [0] * len(groups)
+        for rank_groups in self._group_of:
+            for group in rank_groups:
+                self._holders[group] += 1
         blocks: dict[str, list[Block]] = {name: [] for name in table}
         for name, block in groups:
             blocks[name].append(block)
@@ -79,21 +84,27 @@ class Layout:
         Raises:
             DigestMismatchError: holders of the same block disagree.
         """
-        groups: dict[int, tuple[Digest, int]] = {}
+        # runs inside the commit: only what was reported is looked at
+        found: dict[int, tuple[tuple[int, int], int]] = {}
         for rank, lanes in enumerate(replies):
-            for region, group in enumerate(self._group_of[rank]):
-                found = Digest(*lanes.get(region, (0, 0)))
-                first = groups.setdefault(group, (found, rank))
-                if first[0] != found:
-                    raise DigestMismatchError(
-                        f"{self._tensor_of[group]}: ranks {first[1]} and {rank} hold the same block with different "
-                        f"bits ({first[0]} and {found})"
-                    )
+            for region, value in lanes.items():
+                group = self._group_of[rank][region]
+                first, count = found.get(group, (value, 0))
+                if first != value:
+                    self._raise_disagreement(group)
+                found[group] = (first, count + 1)
         sums: dict[str, Digest] = {}
-        for group, (found, _) in groups.items():
+        for group, (value, count) in found.items():
+            if count != self._holders[group] and value != (0, 0):
+                self._raise_disagreement(group)
             name = self._tensor_of[group]
-            sums[name] = sums.get(name, Digest()) + found
+            sums[name] = sums.get(name, Digest()) + Digest(*value)
         return sums
+
+    def _raise_disagreement(self, group: int) -> NoReturn:
+        raise DigestMismatchError(
+            f"{self._tensor_of[group]}: ranks that hold the same block of it report different bits"
+        )
 
 
 def _coverage_problem(num_elements: int, blocks: list[Block]) -> str | None:
@@ -120,8 +131,8 @@ def refuse(problems: Mapping[str, str]) -> None:
     shown = "; ".join(f"{name}: {reason}" for name, reason in list(problems.items())[:_SHOWN])
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     raise LayoutError(
-        f"the server cannot patch {len(problems)} tensors exactly: {shown}{more}. Serve an unquantised bf16 checkpoint "
-        "with --dtype bfloat16 and without options that repack weights."
+        f"the server cannot patch {len(problems)} tensors exactly: {shown}{more}. Serve an unquantised bf16 "
+        "checkpoint with --dtype bfloat16 and without options that repack weights."
     )
 
 

@@ -24,6 +24,8 @@ def register() -> None:
     global _registered
     if _registered or not os.environ.get(BUCKET, "").strip():
         return
+    # a setting that cannot work ends the start here, before a model is loaded
+    Settings.from_env()
     _registered = True
     _extend_engine_core()
     _extend_api_server()
@@ -44,12 +46,15 @@ def require_registered() -> None:
 
 def _extend_engine_core() -> None:
     """Start the driver with the engine's loop, and let the loop run its items between two steps."""
-    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+    from vllm.v1.engine import core as module
 
     from vllm_delta.engine import BETWEEN_STEPS
 
-    run_busy_loop = EngineCoreProc.run_busy_loop
-    handle = EngineCoreProc._handle_client_request
+    # our functions take the place of methods that have other types
+    proc: Any = module.EngineCoreProc
+    data_parallel_proc: Any = module.DPEngineCoreProc
+    run_busy_loop = proc.run_busy_loop
+    handle = proc._handle_client_request
 
     @functools.wraps(run_busy_loop)
     def run_with_driver(core: Any) -> None:
@@ -76,11 +81,11 @@ def _extend_engine_core() -> None:
             f"delta-weight-sync: unset {BUCKET}, or serve with --data-parallel-size 1"
         )
 
-    EngineCoreProc.run_busy_loop = run_with_driver
-    EngineCoreProc._handle_client_request = handle_with_items
-    EngineCoreProc.delta_status = lambda core: core.delta_driver.status()
-    EngineCoreProc.delta_verify = lambda core: core.delta_driver.verify()
-    DPEngineCoreProc.run_busy_loop = refuse
+    proc.run_busy_loop = run_with_driver
+    proc._handle_client_request = handle_with_items
+    proc.delta_status = lambda core: core.delta_driver.status()
+    proc.delta_verify = lambda core: core.delta_driver.verify()
+    data_parallel_proc.run_busy_loop = refuse
 
 
 def _settings_of(core: Any) -> Settings:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from delta_wire.state import TensorTable
 from vllm_delta.blocks import Block, coverage, merge_axes
@@ -55,23 +55,15 @@ class Region:
         first, last = np.searchsorted(indices, [self.source.start, self.source.stop])
         rest = indices[first:last].astype(np.int64) - self.source.start
         positions = np.full(rest.size, self.target.start, dtype=np.int64)
-        inside: np.ndarray | None = None
-        axes = list(zip(self.source.sizes, self.source.steps, self.target.steps, strict=True))
-        for axis, (size, step, target_step) in enumerate(axes):
-            if step == 1 and axis == len(axes) - 1:
-                along, rest = rest, np.zeros_like(rest)
-            else:
-                along, rest = np.divmod(rest, step)
-            fits = along < size
-            inside = fits if inside is None else inside & fits
+        inside = np.ones(rest.size, dtype=np.bool_)
+        for size, step, target_step in zip(self.source.sizes, self.source.steps, self.target.steps, strict=True):
+            along, rest = (rest, np.zeros_like(rest)) if step == 1 else np.divmod(rest, step)
+            inside &= along < size
             positions += along * target_step
-        if inside is None or inside.all():
-            # a gap can only remain where the last axis has steps wider than one
-            inside = rest == 0
-            if inside.all():
-                return slice(int(first), int(last)), positions
-        else:
-            inside &= rest == 0
+        # what is left over lies in a gap of the last axis
+        inside &= rest == 0
+        if inside.all():
+            return slice(int(first), int(last)), positions
         return np.flatnonzero(inside) + first, positions[inside]
 
 
@@ -211,7 +203,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
 def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of a tensor as int16."""
     storage = tensor.untyped_storage()
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         flat = torch.empty(0, dtype=torch.int16, device=tensor.device)
         return flat.set_(storage, 0, (storage.nbytes() // 2,), (1,))  # type: ignore[call-overload]
 
@@ -236,7 +228,8 @@ def _blocks_of(views: Sequence[torch.Tensor]) -> list[Block]:
     axes = merge_axes(sorted(axes, key=lambda axis: axis[1], reverse=True))
     sizes = tuple(size for size, _ in axes)
     blocks = [
-        Block(view.storage_offset(), sizes, tuple(steps[at] for _, steps in axes)) for at, view in enumerate(views)
+        Block(int(view.storage_offset()), sizes, tuple(steps[at] for _, steps in axes))
+        for at, view in enumerate(views)
     ]
     for block in blocks:
         reach = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from typing import Any, Literal
 
@@ -34,10 +35,12 @@ class Status:
         self.version: VersionId | None = None
         self.digest: Digest | None = None
         self.target: VersionId | None = None
+        self.served_unix_s = time.time()
         self._staged_seq: int | None = None
         self._num_ranks = 0
         self._commits = 0
-        self._last: dict[str, float] | None = None
+        self._last_commit_ms: float | None = None
+        self._scatter_ms: list[float] = []
         self._pauses_ms: deque[float] = deque(maxlen=_RECENT)
         self._refused: deque[dict[str, str]] = deque(maxlen=_REFUSED)
 
@@ -84,12 +87,22 @@ class Status:
         with self._lock:
             self._staged_seq = seq
 
-    def committed(self, version: VersionId, digest: Digest, times_ms: dict[str, float]) -> None:
+    def committed(
+        self, version: VersionId, digest: Digest, pause_ms: float, commit_ms: float, scatter_ms: list[float]
+    ) -> None:
+        """A commit is done: how long no step ran, the same with waiting for the step before, each rank's share."""
+        self.moved(version, digest)
+        with self._lock:
+            self._commits += 1
+            self._last_commit_ms = round(commit_ms, 3)
+            self._scatter_ms = [round(value, 3) for value in scatter_ms]
+            self._pauses_ms.append(round(pause_ms, 3))
+
+    def moved(self, version: VersionId | None, digest: Digest) -> None:
+        """The live weights are another version than before."""
         with self._lock:
             self.version, self.digest = version, digest
-            self._commits += 1
-            self._last = times_ms
-            self._pauses_ms.append(round(times_ms["pause"], 3))
+            self.served_unix_s = time.time()
 
     @property
     def pause_ms(self) -> float | None:
@@ -100,8 +113,10 @@ class Status:
     def to_json(self) -> dict[str, Any]:
         """The answer of `GET /delta/status`."""
         with self._lock:
-            version, target, last = self.version, self.target, self._last or {}
-            same_run = version is not None and target is not None and version.run == target.run
+            version, target = self.version, self.target
+            lag = None
+            if version is not None and target is not None and version.run == target.run:
+                lag = max(0, target.seq - version.seq)
             return {
                 "state": self.state,
                 "reason": self.reason,
@@ -111,12 +126,14 @@ class Status:
                 "seq": None if version is None else version.seq,
                 "digest": None if self.digest is None else str(self.digest),
                 "target_seq": None if target is None else target.seq,
-                "lag_versions": max(0, target.seq - version.seq) if same_run else None,  # type: ignore[union-attr]
+                "lag_versions": lag,
                 "staged_seq": self._staged_seq,
                 "commits": self._commits,
-                "last_commit_ms": last.get("commit"),
-                "last_scatter_ms": last.get("scatter"),
+                "last_commit_ms": self._last_commit_ms,
                 "pauses_ms": list(self._pauses_ms),
                 "refused": list(self._refused),
-                "ranks": list(range(self._num_ranks)),
+                "ranks": [
+                    {"rank": rank, "scatter_ms": self._scatter_ms[rank] if self._scatter_ms else None}
+                    for rank in range(self._num_ranks)
+                ],
             }

@@ -101,7 +101,7 @@ class Subscriber:
         if chain is not None and not past:
             return self._stage_delta(chain, target)
         self._refuse_fork(position, target)
-        return self._stage_checkpoint(target)
+        return self.stage_checkpoint(target)
 
     def _stage_delta(self, chain: list[Manifest], target: Manifest) -> Staged:
         composed: Delta = {}
@@ -111,7 +111,8 @@ class Subscriber:
         encodings.get("plain").encode(composed, self.table(target), path, target.version.seq)
         return Staged("plan_delta", path, target, len(chain))
 
-    def _stage_checkpoint(self, target: Manifest) -> Staged:
+    def stage_checkpoint(self, target: Manifest) -> Staged:
+        """Stage the whole checkpoint of the newest anchor up to a version."""
         manifest = self.reader.restart_point(target)
         folder = self.folder / f"anchor-{manifest.version.seq:012d}-{manifest.sha256[:16]}"
         folder.mkdir(exist_ok=True)

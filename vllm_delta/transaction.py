@@ -25,13 +25,13 @@ class Outcome:
             generation is paused then.
         problem (`str`, *optional*): why it was not done.
         pause_ms (`float`): how long no step could run.
-        scatter_ms (`float`): the slowest rank's share of it.
+        scatter_ms (`list[float]`): of it, what each rank spent on reading and writing weights.
     """
 
     state: Literal["done", "undone", "unproven"]
     problem: str | None
     pause_ms: float
-    scatter_ms: float
+    scatter_ms: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,12 @@ class Transaction:
     def run(self) -> Outcome:
         """Commit on all ranks. Runs inside [`Engine.between_steps`] and does not raise."""
         start_s = time.perf_counter()
-        scatter_ms = 0.0
+        scatter_ms: list[float] = []
         try:
             self.engine.drain()
             replies = self.engine.rpc("delta_commit")
             raise_failures(replies)
-            scatter_ms = max(reply["scatter_ms"] for reply in replies)
+            scatter_ms = [reply["scatter_ms"] for reply in replies]
             self.expect(replies)
             self.engine.renew_caches(self.policy, self.label)
             self.engine.set_label(self.label)

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share. Plain helper modules lie in tests/support, which pytest puts on the path."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that makes (once) a tiny model of a kind and returns its folder."""
+    spec = importlib.util.spec_from_file_location("prepare_model", ROOT / "examples" / "prepare_model.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path_factory.mktemp("models")
+    return lambda kind: module.make_tiny(kind, folder / kind)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live weights of all ranks as one state: mapped, checked against the loaded checkpoint, and digested."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from delta_wire.checkpoint import Checkpoint
+from delta_wire.digest import Digest
+from delta_wire.state import TensorTable
+from vllm_delta.layout import Layout, refuse, total
+from vllm_delta.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What is known about the live weights since the start.
+
+    Args:
+        ranks (`Ranks`): side work on the ranks.
+        layout (`Layout`): of all ranks.
+        table (`TensorTable`): of the loaded checkpoint.
+        folder (`Path`): of the loaded checkpoint.
+        loaded (`Digest`): of the weights as they were loaded.
+    """
+
+    ranks: Ranks
+    layout: Layout
+    table: TensorTable
+    folder: Path
+    loaded: Digest
+
+    @classmethod
+    def attach(cls, ranks: Ranks, folder: Path) -> Live:
+        """Map the live weights, check the map against samples of the loaded checkpoint, and compute what they are.
+
+        Raises:
+            LayoutError: some tensors cannot be patched exactly; the message names all of them.
+        """
+        table = Checkpoint(folder).table()
+        layout = Layout(table, ranks.trace())
+        problems: dict[str, str] = {}
+        for rank, reply in enumerate(ranks.job("check")):
+            for name, reason in reply["problems"].items():
+                problems.setdefault(name, f"{reason} (rank {rank})")
+        refuse(problems)
+        return cls(ranks, layout, table, folder, total(_digests(ranks, layout)))
+
+    def digests(self) -> dict[str, Digest]:
+        """Digest of every tensor over all live bits; [`DigestMismatchError`] if ranks that share a block disagree."""
+        return _digests(self.ranks, self.layout)
+
+
+def _digests(ranks: Ranks, layout: Layout) -> dict[str, Digest]:
+    return layout.combine([reply["lanes"] for reply in ranks.job("digest")])

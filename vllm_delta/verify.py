@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for the digest of all live weights, handed from any thread to the driver's."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from delta_wire.digest import Digest
+from delta_wire.errors import DigestMismatchError
+from delta_wire.manifest import VersionId
+from vllm_delta.layout import total
+from vllm_delta.live import Live
+
+Answer = dict[str, Any]
+
+
+class Verifications:
+    """Open requests; one pass over the weights answers all of them."""
+
+    def __init__(self) -> None:
+        self._open: SimpleQueue[Future[Answer]] = SimpleQueue()
+
+    def request(self) -> Future[Answer]:
+        """Ask; safe from any thread."""
+        answer: Future[Answer] = Future()
+        self._open.put(answer)
+        return answer
+
+    def fail(self, error: Exception) -> None:
+        """Answer all open requests with an error."""
+        for answer in self._take():
+            answer.set_exception(error)
+
+    def answer(self, live: Live, expected: Digest, version: VersionId | None) -> str | None:
+        """Answer all open requests. Returns what is wrong with the live weights, if anything is and somebody asked."""
+        waiting = self._take()
+        if not waiting:
+            return None
+        sums: dict[str, Digest] = {}
+        problem = None
+        try:
+            sums = live.digests()
+            if total(sums) != expected:
+                problem = f"a verification found digest {total(sums)}, expected {expected}"
+        except DigestMismatchError as error:
+            problem = f"a verification found that {error}"
+        except Exception as error:
+            for answer in waiting:
+                answer.set_exception(error)
+            raise
+        result = {
+            "digest": str(total(sums)) if sums else None,
+            "expected": str(expected),
+            "equal": problem is None,
+            "problem": problem,
+            "version": None if version is None else str(version),
+            "num_params": live.table.num_params,
+            "ranks": live.layout.num_ranks,
+            "tensors": {name: str(digest) for name, digest in sorted(sums.items())},
+        }
+        for answer in waiting:
+            answer.set_result(result)
+        return problem
+
+    def _take(self) -> list[Future[Answer]]:
+        taken = []
+        while True:
+            try:
+                taken.append(self._open.get_nowait())
+            except Empty:
+                return taken
