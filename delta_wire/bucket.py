@@ -42,7 +42,16 @@ from delta_wire.manifest import (
     VersionId,
     manifest_key,
 )
-from delta_wire.state import Delta, TensorDelta, TensorTable, change_of_digest, check_part, compose, num_changed
+from delta_wire.state import (
+    Delta,
+    OldBits,
+    TensorDelta,
+    TensorTable,
+    change_of_digest,
+    check_part,
+    compose,
+    num_changed,
+)
 from delta_wire.stores.base import Store
 
 __all__ = ["BucketReader", "BucketWriter", "Published"]
@@ -136,7 +145,15 @@ class BucketWriter:
             )
         return cls(store, table, head, head.version.epoch + 1, next_seq)
 
-    def publish(self, delta: Delta, *, digest: Digest, step: int | None, encoding: str = "plain") -> Published:
+    def publish(
+        self,
+        delta: Delta,
+        *,
+        digest: Digest,
+        step: int | None,
+        encoding: str = "plain",
+        old_bits: OldBits | None = None,
+    ) -> Published:
         """Publish the next version.
 
         Args:
@@ -144,6 +161,7 @@ class BucketWriter:
             digest ([`~delta_wire.digest.Digest`]): of the new state.
             step (`int`, *optional*): optimizer step.
             encoding (`str`, *optional*, defaults to `"plain"`): how the delta is written.
+            old_bits (`Callable`, *optional*): whole tensors of the newest version's state, for encoding `context`.
 
         After a [`~delta_wire.errors.StoreError`] call again with the same delta: whatever had reached the bucket is
         found there, so that no version is lost or published twice.
@@ -156,9 +174,9 @@ class BucketWriter:
         else:
             if settled is not None:
                 delta = _without(settled, delta, digest)
-            self._check(delta, digest)
             self._require_own_pointer()
-            manifest = self._upload(delta, digest, step, encoding)
+            self._check(delta, digest)
+            manifest = self._upload(delta, digest, step, encoding, old_bits)
             self._pending = (manifest, delta)
             self._commit(manifest)
         return Published(manifest, manifest.delta.size_bytes if manifest.delta else 0, time.monotonic() - began_s)
@@ -185,11 +203,13 @@ class BucketWriter:
                 "the delta does not begin at that version. Build it against the snapshot of what was published last."
             )
 
-    def _upload(self, delta: Delta, digest: Digest, step: int | None, encoding: str) -> Manifest:
+    def _upload(
+        self, delta: Delta, digest: Digest, step: int | None, encoding: str, old_bits: OldBits | None
+    ) -> Manifest:
         seq, head = self._next_seq, self._head
         with tempfile.TemporaryDirectory(prefix="delta-wire-") as folder:
             path = Path(folder) / "delta.safetensors"
-            encodings.get(encoding).encode(delta, self.table, path, seq)
+            encodings.get(encoding).encode(delta, self.table, path, seq, old_bits)
             sha256 = sha256_file(path)
             ref = ObjectRef(f"deltas/{seq:012d}-{sha256[:16]}.safetensors", path.stat().st_size, sha256)
             self.store.put(ref.key, path)

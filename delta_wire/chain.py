@@ -27,7 +27,7 @@ from delta_wire.manifest import (
     Pointer,
     manifest_key,
 )
-from delta_wire.state import MAX_TABLE_BYTES, Delta, TensorTable, num_changed
+from delta_wire.state import MAX_TABLE_BYTES, Delta, OldBits, TensorTable, num_changed
 from delta_wire.stores.base import Store
 
 _Value = TypeVar("_Value")
@@ -172,15 +172,16 @@ class BucketReader:
             f"{self.store.url}: no version up to {to.version} has an anchor; the run cannot be restarted"
         )
 
-    def fetch_delta(self, manifest: Manifest, folder: Path) -> Delta:
+    def fetch_delta(self, manifest: Manifest, folder: Path, old_bits: OldBits | None = None) -> Delta:
         """Download, check and decode the delta of a version.
 
         Args:
             manifest ([`Manifest`]): the version.
             folder (`Path`): for the download, which is removed before the call returns.
+            old_bits (`Callable`, *optional*): whole tensors of the parent's state, for encodings that need them.
 
         Returns:
-            `Delta`: in memory, without old bits. What it applies to is the parent's state only.
+            `Delta`: in memory, without old bits; values are bits or steps. It applies to the parent's state only.
         """
         source = self._source(manifest_key(manifest.version.seq))
         if manifest.delta is None:
@@ -197,7 +198,7 @@ class BucketReader:
             temporary = temporary_beside(folder / "delta")
             try:
                 self._download(ref, temporary)
-                part = encoding.decode(temporary, table, self._source(ref.key))
+                part = encoding.decode(temporary, table, self._source(ref.key), old_bits)
             finally:
                 temporary.unlink(missing_ok=True)
             twice = delta.keys() & part.keys()
@@ -212,6 +213,10 @@ class BucketReader:
                 f"{source}: changed_params is {manifest.changed_params}, the delta has only {num_changed(delta)}"
             )
         return delta
+
+    def needs_old_weights(self, manifest: Manifest) -> bool:
+        """Whether the delta of a version can be read only with the whole weights of its parent at hand."""
+        return manifest.delta is not None and encodings.get(manifest.delta.encoding).needs_old_weights
 
     def fetch_anchor(self, manifest: Manifest, folder: Path) -> Path:
         """Folder of the complete checkpoint of a version; what it holds is proven by its digest, not here.

@@ -16,7 +16,7 @@ import numpy as np
 from delta_wire.chain import BucketReader
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.container import write_tensors
-from delta_wire.digest import Digest, digest_change
+from delta_wire.digest import Digest
 from delta_wire.errors import (
     BaseMismatchError,
     DeltaError,
@@ -27,7 +27,7 @@ from delta_wire.errors import (
 )
 from delta_wire.files import temporary_beside
 from delta_wire.manifest import Manifest
-from delta_wire.state import DTYPE
+from delta_wire.state import DTYPE, Delta, change_of_digest, resolve
 
 
 class State:
@@ -70,18 +70,21 @@ class State:
         """Digest of what is in memory, in full."""
         return self.checkpoint.digest()
 
-    def apply(self, manifest: Manifest) -> None:
-        """Go on to a child of the version; nothing has changed if this raises."""
+    def apply(self, manifest: Manifest) -> Delta:
+        """Go on to a child of the version; nothing has changed if this raises.
+
+        Returns:
+            `Delta`: what changed, with old and new bits.
+        """
         parent = manifest.parent
         if parent is None or parent.digest != self.digest:
             raise BaseMismatchError(
                 f"version {manifest.version}: expected a delta for digest {self.digest} (version "
                 f"{self.version.version}), found one for {parent and parent.digest}"
             )
-        delta = self._reader.fetch_delta(manifest, self._folder)
-        digest = self.digest
-        for name, part in delta.items():
-            digest = digest + digest_change(name, part.indices, self.bits(name).reshape(-1)[part.indices], part.new)
+        fetched = self._reader.fetch_delta(manifest, self._folder, self.bits)
+        delta = {name: resolve(part, self.bits(name).reshape(-1)[part.indices]) for name, part in fetched.items()}
+        digest = self.digest + change_of_digest(delta)
         if digest != manifest.digest:
             keys = ", ".join(ref.key for ref in manifest.delta.objects) if manifest.delta else "none"
             raise DigestMismatchError(
@@ -91,6 +94,7 @@ class State:
         for name, part in delta.items():
             self.bits(name).reshape(-1)[part.indices] = part.new
         self.version = manifest
+        return delta
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 from delta_wire.acks import read_acks
 from delta_wire.bucket import BucketReader
 from delta_wire.manifest import AnchorPart, Manifest
+from delta_wire.replay import materialise
 
 
 def summary(reader: BucketReader, manifest: Manifest) -> dict[str, Any]:
@@ -71,7 +72,12 @@ def describe_tensors(reader: BucketReader, manifest: Manifest) -> list[dict[str,
         return []
     table = reader.table(manifest)
     with tempfile.TemporaryDirectory(prefix="delta-wire-") as folder:
-        delta = reader.fetch_delta(manifest, Path(folder))
+        if reader.needs_old_weights(manifest) and manifest.parent is not None:
+            parent = reader.manifest(manifest.parent.seq, manifest.parent.manifest_sha256)
+            with materialise(reader, parent) as state:
+                delta = reader.fetch_delta(manifest, Path(folder), state.bits)
+        else:
+            delta = reader.fetch_delta(manifest, Path(folder))
     listed = [
         {"name": name, "elements": table[name].num_elements, "listed": part.num_changed}
         for name, part in delta.items()

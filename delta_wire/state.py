@@ -7,7 +7,7 @@ Letters: `K` changed elements of one tensor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -160,6 +160,8 @@ class TensorDelta:
 
 # sparse change of a whole state: tensors without a change are absent
 Delta = dict[str, TensorDelta]
+# all bits of a tensor in the state that a delta applies to, by name: uint16
+OldBits = Callable[[str], np.ndarray]
 
 
 def index_dtype(num_elements: int) -> np.dtype:
@@ -206,6 +208,22 @@ def whole(part: TensorDelta, new_bits: np.ndarray) -> TensorDelta:
     return TensorDelta(part.name, np.arange(new.size, dtype=index_dtype(new.size)), new, old)
 
 
+def resolve(part: TensorDelta, old: np.ndarray) -> TensorDelta:
+    """The same change with bits in place of steps.
+
+    Args:
+        part ([`TensorDelta`]): the change.
+        old (`np.ndarray`): uint16 `[K]`, bits at its indices in the state that it applies to.
+    """
+    if part.relative is None:
+        return TensorDelta(part.name, part.indices, part.new, old)
+    from delta_wire.kernels import cpu_rice
+
+    moved = np.empty_like(part.new)
+    cpu_rice.apply_steps(old, part.new, moved)
+    return TensorDelta(part.name, part.indices, np.where(part.relative, moved, part.new), old)
+
+
 def num_changed(delta: Delta) -> int:
     """Changed elements of a delta. Where old bits are at hand, listed elements that keep their bits do not count."""
     return sum(
@@ -228,7 +246,7 @@ def compose(first: Delta, second: Delta) -> Delta:
     """The change that equals `first` followed by `second`.
 
     Where both touch an element the second's bits win. With old bits on both sides, elements that end where they began
-    are dropped; without, all are kept.
+    are dropped; without, all are kept. Steps add up, and move bits that they follow.
     """
     merged = dict(first)
     for name, after in second.items():
@@ -242,6 +260,8 @@ def _compose_tensor(first: TensorDelta, second: TensorDelta) -> TensorDelta:
 
     size = int(cpu.merge_count(first.indices, second.indices))
     indices = np.empty(size, dtype=np.promote_types(first.indices.dtype, second.indices.dtype))
+    if first.relative is not None or second.relative is not None:
+        return _compose_relative(first, second, indices)
     old, new = np.empty(size, dtype=np.uint16), np.empty(size, dtype=np.uint16)
     old_1, old_2 = first.old, second.old
     has_old = old_1 is not None and old_2 is not None
@@ -252,3 +272,16 @@ def _compose_tensor(first: TensorDelta, second: TensorDelta) -> TensorDelta:
         cpu.merge_fill(first.indices, old_1, first.new, second.indices, old_2, second.new, has_old, indices, old, new)
     )
     return TensorDelta(first.name, indices[:written], new[:written], old[:written] if has_old else None)
+
+
+def _compose_relative(first: TensorDelta, second: TensorDelta, indices: np.ndarray) -> TensorDelta:
+    from delta_wire.kernels import cpu_rice
+
+    new, relative = np.empty(indices.size, dtype=np.uint16), np.empty(indices.size, dtype=bool)
+    absolute = np.zeros(max(first.num_changed, second.num_changed), dtype=bool)
+    relative_1 = absolute[: first.num_changed] if first.relative is None else first.relative
+    relative_2 = absolute[: second.num_changed] if second.relative is None else second.relative
+    cpu_rice.merge_relative(
+        first.indices, first.new, relative_1, second.indices, second.new, relative_2, indices, new, relative
+    )
+    return TensorDelta(first.name, indices, new, relative=relative)

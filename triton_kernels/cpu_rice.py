@@ -273,6 +273,35 @@ def golomb_read(words, at, order, values):
 
 
 @jit
+def merge_relative(first, new_1, relative_1, second, new_2, relative_2, indices, new, relative):
+    """Compose two sparse changes of one tensor whose values may be steps: a step after bits moves them, a step after a
+    step adds to it, bits replace whatever was there. Returns the number written."""
+    i = j = at = 0
+    moved = np.empty(1, dtype=np.uint16)
+    while i < first.size or j < second.size:
+        take_first = i < first.size and (j >= second.size or np.int64(first[i]) <= np.int64(second[j]))
+        take_second = j < second.size and (i >= first.size or np.int64(second[j]) <= np.int64(first[i]))
+        indices[at] = np.int64(first[i]) if take_first else np.int64(second[j])
+        if not take_second:
+            new[at] = new_1[i]
+            relative[at] = relative_1[i]
+        elif not take_first or not relative_2[j]:
+            new[at] = new_2[j]
+            relative[at] = relative_2[j]
+        elif relative_1[i]:
+            new[at] = new_1[i] + new_2[j]
+            relative[at] = True
+        else:
+            apply_steps(new_1[i : i + 1], new_2[j : j + 1], moved)
+            new[at] = moved[0]
+            relative[at] = False
+        i += take_first
+        j += take_second
+        at += 1
+    return at
+
+
+@jit
 def split_magnitudes(magnitude, group, levels, counts, raw, raw_bits):
     """Code magnitudes by the position of their top bit, level by level, in groups with statistics of their own.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from delta_wire.errors import UnsupportedFormatError
-from delta_wire.state import Delta, TensorTable
+from delta_wire.state import Delta, OldBits, TensorTable
 
 
 class Encoding(Protocol):
@@ -15,9 +15,11 @@ class Encoding(Protocol):
 
     Attributes:
         name (`str`): what manifests call it.
+        needs_old_weights (`bool`): whether coding takes whole tensors of the state that the delta applies to.
     """
 
     name: str
+    needs_old_weights: bool
 
     def check_table(self, table: TensorTable) -> None:
         """Raise [`~delta_wire.errors.ModelMismatchError`] if the encoding cannot carry a model with these names."""
@@ -27,23 +29,26 @@ class Encoding(Protocol):
         """No honest file of a delta of this model is larger."""
         ...
 
-    def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int) -> None:
-        """Write one file; the delta has been checked against the table."""
+    def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int, old_bits: OldBits | None = None) -> None:
+        """Write one file; the delta has been checked against the table and has old bits where steps are coded."""
         ...
 
-    def decode(self, path: Path, table: TensorTable, source: str) -> Delta:
+    def decode(self, path: Path, table: TensorTable, source: str, old_bits: OldBits | None = None) -> Delta:
         """Read and check one file; the arrays returned do not need the file any more, and `old` is `None`."""
         ...
 
 
 def get(name: str) -> Encoding:
     """The encoding of that name."""
+    from delta_wire.encodings.context import ContextEncoding
+    from delta_wire.encodings.packed import PackedEncoding
     from delta_wire.encodings.plain import PlainEncoding
 
-    encodings: dict[str, Encoding] = {PlainEncoding.name: PlainEncoding()}
-    if name not in encodings:
-        raise UnsupportedFormatError(
-            f"the encoding {name!r} is not known, this release reads {', '.join(encodings)}; upgrade "
-            "delta-weight-sync here"
-        )
-    return encodings[name]
+    known: tuple[Encoding, ...] = (PlainEncoding(), PackedEncoding(), ContextEncoding())
+    for encoding in known:
+        if encoding.name == name:
+            return encoding
+    names = ", ".join(encoding.name for encoding in known)
+    raise UnsupportedFormatError(
+        f"the encoding {name!r} is not known, this release reads {names}; upgrade delta-weight-sync here"
+    )

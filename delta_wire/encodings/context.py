@@ -11,10 +11,11 @@ Letters: `B` slabs, `C` = 256 exponents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+from delta_wire.encodings import blob as files
 from delta_wire.encodings import streams as s
 from delta_wire.encodings.packed import (
     ORDER_TENSORS,
@@ -26,15 +27,38 @@ from delta_wire.encodings.packed import (
     read_entries,
 )
 from delta_wire.errors import FormatError
-from delta_wire.state import Delta, TensorDelta, TensorTable
+from delta_wire.state import Delta, OldBits, TensorDelta, TensorTable
 
 SLAB_ELEMENTS = 1 << 20
 ORDER_CLASS = 8
 _CLASSES = 256
 _SCALE_BITS = 32
 
-# bits of a whole tensor in the state that the delta applies to: uint16, flat
-OldBits = Callable[[str], np.ndarray]
+
+class ContextEncoding:
+    """Needs the whole old weights on both sides."""
+
+    name = "context"
+    needs_old_weights = True
+
+    def check_table(self, table: TensorTable) -> None:
+        """Names do not occur in the file, so any will do."""
+
+    def max_bytes(self, table: TensorTable) -> int:
+        return files.max_bytes(table)
+
+    def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int, old_bits: OldBits | None = None) -> None:
+        files.write(path, self.name, pack(delta, table, _flat(old_bits)), delta, seq)
+
+    def decode(self, path: Path, table: TensorTable, source: str, old_bits: OldBits | None = None) -> Delta:
+        blob = files.read(path, self.name, source)
+        return files.checked(unpack(blob, table, source, _flat(old_bits)), table, source)
+
+
+def _flat(old_bits: OldBits | None) -> OldBits:
+    if old_bits is None:
+        raise ValueError("context: the old weights are needed to code or decode a delta")
+    return lambda name: old_bits(name).reshape(-1)
 
 
 def pack(delta: Delta, table: TensorTable, old_bits: OldBits) -> np.ndarray:

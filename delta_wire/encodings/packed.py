@@ -7,16 +7,38 @@ steps within two per cent of their order-0 entropy; see docs/FORMAT.md for the b
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
+from delta_wire.encodings import blob as files
 from delta_wire.encodings import streams as s
 from delta_wire.errors import FormatError
-from delta_wire.state import Delta, TensorDelta, TensorTable
+from delta_wire.state import Delta, OldBits, TensorDelta, TensorTable
 
 # exp-Golomb orders of the directory
 ORDER_TENSORS = 4
 ORDER_ORDINAL = 0
 ORDER_CHANGED = 8
+
+
+class PackedEncoding:
+    """Self-contained but for the old bits at the changed positions."""
+
+    name = "packed"
+    needs_old_weights = False
+
+    def check_table(self, table: TensorTable) -> None:
+        """Names do not occur in the file, so any will do."""
+
+    def max_bytes(self, table: TensorTable) -> int:
+        return files.max_bytes(table)
+
+    def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int, old_bits: OldBits | None = None) -> None:
+        files.write(path, self.name, pack(delta, table), delta, seq)
+
+    def decode(self, path: Path, table: TensorTable, source: str, old_bits: OldBits | None = None) -> Delta:
+        return files.checked(unpack(files.read(path, self.name, source), table, source), table, source)
 
 
 def pack(delta: Delta, table: TensorTable) -> np.ndarray:

@@ -16,6 +16,7 @@ from delta_wire.state import (
     DTYPE,
     MAX_NAME_BYTES,
     Delta,
+    OldBits,
     TensorDelta,
     TensorSpec,
     TensorTable,
@@ -36,6 +37,7 @@ class PlainEncoding:
     """`<name>.indices` and `<name>.values` for a sparse tensor, `<name>` for one that is sent whole."""
 
     name = "plain"
+    needs_old_weights = False
 
     def check_table(self, table: TensorTable) -> None:
         for name in table:
@@ -59,7 +61,7 @@ class PlainEncoding:
             total += 2 * 6 * len(name.encode()) + _HEADER_BYTES_PER_TENSOR
         return total
 
-    def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int) -> None:
+    def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int, old_bits: OldBits | None = None) -> None:
         self.check_table(table)
         tensors: dict[str, tuple[str, tuple[int, ...], Source]] = {}
         for name, part in delta.items():
@@ -78,20 +80,14 @@ class PlainEncoding:
             tensors[name + VALUES] = (DTYPE, shape, part.new)
         changed = num_changed(delta)
         unchanged_frac = 1 - changed / table.num_params if table.num_params else 1.0
-        metadata = {
-            "sparse": "True",
-            "model_version": str(seq),
-            "sparsity": f"{unchanged_frac:.6f}",
-            "changed_params": str(changed),
-            "delta_format": FORMAT,
-            "encoding": self.name,
-        }
-        write_tensors(path, tensors, metadata)
+        metadata = own_metadata(self.name, seq, changed)
+        write_tensors(path, tensors, {"sparse": "True", "sparsity": f"{unchanged_frac:.6f}", **metadata})
 
-    def decode(self, path: Path, table: TensorTable, source: str) -> Delta:
+    def decode(self, path: Path, table: TensorTable, source: str, old_bits: OldBits | None = None) -> Delta:
         self.check_table(table)
         file = TensorFile(path, source)
-        self._check_metadata(file.metadata, source)
+        # files of other writers carry neither key
+        check_metadata({"delta_format": FORMAT, "encoding": self.name} | file.metadata, self.name, source)
         delta: Delta = {}
         for stored in file.names():
             name, suffix = _split(stored, table, source)
@@ -106,17 +102,26 @@ class PlainEncoding:
             delta[name] = part
         return {name: part for name, part in delta.items() if part.num_changed}
 
-    def _check_metadata(self, metadata: dict[str, str], source: str) -> None:
-        # files of other writers carry neither key
-        written = metadata.get("delta_format", FORMAT)
-        if written != FORMAT:
-            raise UnsupportedFormatError(
-                f"{source}: delta_format is {written!r:.40}, this release reads {FORMAT!r}; upgrade "
-                "delta-weight-sync here"
-            )
-        encoding = metadata.get("encoding", self.name)
-        if encoding != self.name:
-            raise FormatError(f"{source}: expected encoding {self.name!r}, found {encoding!r:.40}")
+
+def own_metadata(encoding: str, seq: int, changed: int) -> dict[str, str]:
+    """What every delta file says of itself."""
+    return {
+        "model_version": str(seq),
+        "changed_params": str(changed),
+        "delta_format": FORMAT,
+        "encoding": encoding,
+    }
+
+
+def check_metadata(metadata: dict[str, str], encoding: str, source: str) -> None:
+    """Refuse a file of another format version or encoding."""
+    written = metadata.get("delta_format")
+    if written != FORMAT:
+        raise UnsupportedFormatError(
+            f"{source}: delta_format is {written!r:.40}, this release reads {FORMAT!r}; upgrade delta-weight-sync"
+        )
+    if metadata.get("encoding") != encoding:
+        raise FormatError(f"{source}: expected encoding {encoding!r}, found {metadata.get('encoding')!r:.40}")
 
 
 def _split(stored: str, table: TensorTable, source: str) -> tuple[str, str]:
