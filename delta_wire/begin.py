@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 from pathlib import Path
@@ -50,7 +51,7 @@ def first_version(
             f"{store.url}: version 0 needs either a reference to a checkpoint (a folder, or repo@revision) that "
             "servers can read, or a folder to upload"
         )
-    if reference is not None and Path(reference).is_dir():
+    if reference is not None and os.path.isdir(reference):
         reference = str(Path(reference).resolve())
     ref = ObjectRef(table_key(table.sha256), len(table.to_bytes()), table.sha256)
     store.put(ref.key, table.to_bytes())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -141,11 +142,12 @@ def resolve_reference(reference: str) -> Path:
         reference (`str`): a local folder, or `repo@revision`, which is looked up in the local cache of the hub and
             downloaded if it is not there.
     """
-    folder = Path(reference)
-    if folder.is_dir():
-        return folder
+    # not Path.is_dir, which raises for text that cannot be a path
+    if os.path.isdir(reference):
+        return Path(reference)
     match = _HUB_REFERENCE.fullmatch(reference)
-    if not match:
+    # the hub's cache makes a path out of it
+    if not match or ".." in reference:
         raise SetupError(
             f"the anchor's reference {reference!r} is no folder on this machine and not of the form repo@revision; "
             "put the checkpoint there, or pass a copy of it"

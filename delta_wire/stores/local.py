@@ -9,6 +9,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import IO
 
@@ -49,7 +50,7 @@ class LocalStore:
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
             except FileExistsError:
-                raise NotADirectoryError(errno.ENOTDIR, "not a folder", self.url) from None
+                raise SetupError(f"{self.url}: a file is where the bucket should be; name a folder") from None
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -79,16 +80,14 @@ class LocalStore:
         path = self._path(key)
         if create_only and os.path.lexists(path):
             raise self._exists(key)
-        with self._errors(key, "write"):
+        # a source that cannot be opened is the caller's fault, not the bucket's
+        source = data.open("rb") if isinstance(data, Path) else BytesIO(data)
+        with source, self._errors(key, "write"):
             self._make_parents(path)
             temporary = temporary_beside(path)
             try:
                 with temporary.open("xb") as out:
-                    if isinstance(data, Path):
-                        with data.open("rb") as source:
-                            shutil.copyfileobj(source, out, COPY_BYTES)
-                    else:
-                        out.write(data)
+                    shutil.copyfileobj(source, out, COPY_BYTES)
                     out.flush()
                     os.fsync(out.fileno())
                 if create_only:
