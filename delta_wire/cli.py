@@ -214,11 +214,9 @@ def _find(reader: BucketReader, version: str) -> Manifest:
         return latest
     seq = int(version.rpartition("-")[2])
     for manifest in reader.walk(latest):
-        if manifest.version.seq == seq and version in (str(seq), str(manifest.version)):
+        if manifest.version.seq == seq and (version.isdecimal() or version == str(manifest.version)):
             return manifest
-        if manifest.version.seq <= seq and not version.isdecimal():
-            break
-        if manifest.version.seq < seq:
+        if manifest.version.seq <= seq:
             break
     raise FormatError(
         f"{reader.store.url}: there is no version {version} in the run; the newest is {latest.version} "

@@ -66,6 +66,10 @@ class PlainEncoding:
         tensors: dict[str, tuple[str, tuple[int, ...], Source]] = {}
         for name, part in delta.items():
             spec = table[name]
+            if part.relative is not None:
+                raise ValueError(
+                    f"encoding plain carries bits, {name} has steps; resolve() it against the old bits first"
+                )
             if part.num_changed == spec.num_elements:
                 # every element is here, so the positions say nothing: 2 N bytes instead of 6 N
                 tensors[name] = (DTYPE, spec.shape, part.new)
