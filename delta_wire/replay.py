@@ -43,7 +43,7 @@ class State:
     """
 
     def __init__(self, reader: BucketReader, anchor: Manifest, folder: Path, base_folder: Path | None = None):
-        self._reader = reader
+        self.reader = reader
         self._folder = folder
         self.version = anchor
         self.table = reader.table(anchor)
@@ -82,7 +82,7 @@ class State:
                 f"version {manifest.version}: expected a delta for digest {self.digest} (version "
                 f"{self.version.version}), found one for {parent and parent.digest}"
             )
-        fetched = self._reader.fetch_delta(manifest, self._folder, self.bits)
+        fetched = self.reader.fetch_delta(manifest, self._folder, self.bits)
         delta = {name: resolve(part, self.bits(name).reshape(-1)[part.indices]) for name, part in fetched.items()}
         digest = self.digest + change_of_digest(delta)
         if digest != manifest.digest:

@@ -10,6 +10,8 @@ Source: Golomb, "Run-length encodings" (1966); Rice and Plaunt (1971); the param
 of Gallager and van Voorhis (1975), with −ln(1 − K/n) taken as 2K / (2n − K).
 """
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -18,14 +20,15 @@ from numba.extending import intrinsic
 from delta_wire.kernels.cpu import jit
 
 
-@intrinsic
-def _trailing_zeros(typing_context, word):
-    """Index of the lowest set bit of a non-zero uint64."""
-
+def _count_trailing_zeros(typing_context, word):
     def codegen(context, builder, signature, args):
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), codegen
+
+
+# index of the lowest set bit of a non-zero uint64
+_trailing_zeros: Any = intrinsic(_count_trailing_zeros)
 
 
 @jit

@@ -179,7 +179,7 @@ class Coordinator:
         """Find the version of the run that the live weights are."""
         here = self._here
         self._require_model(target)
-        position = self._subscriber.locate(here.loaded, target)
+        position = self._subscriber.locate(here.loaded, target, here.folder)
         if position is None:
             raise BaseMismatchError(
                 f"the served checkpoint {here.folder} is another base than that of the run in "

@@ -17,14 +17,15 @@ from typing import Literal
 import numpy as np
 import torch
 
-from delta_wire import encodings, kernels
+from delta_wire import kernels
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest, tensor_keys
 from delta_wire.errors import LayoutError
-from delta_wire.state import TensorTable
+from delta_wire.state import TensorDelta, TensorTable, resolve
 from vllm_delta.blocks import Block
 from vllm_delta.layout import refuse
 from vllm_delta.regions import Region, Trace
+from vllm_delta.staging import read_staged
 
 LanesDict = dict[int, tuple[int, int]]
 _SAMPLES = 64
@@ -75,14 +76,22 @@ class Patcher:
             self._of_tensor.setdefault(region.tensor, []).append(at)
 
     def plan_delta(self, path: Path) -> Plan:
-        """Plan a sparse change from a plain delta file. Every index is checked before anything is planned."""
+        """Plan a sparse change from a staged file. Every index is checked before anything is planned.
+
+        Steps become bits here, from the bits that are live now; the commit's digest is of the bits that are live then.
+        """
         plan = Plan()
-        delta = encodings.get("plain").decode(path, self._table, str(path))
-        for name, change in delta.items():
+        for name, change in read_staged(path, self._table).items():
             for at in self._of_tensor.get(name, ()):
                 chosen, positions = self._regions[at].locate(change.indices)
                 if positions.size:
-                    plan.parts.append(self._part(at, change.indices[chosen], positions, change.new[chosen]))
+                    own = TensorDelta(
+                        name,
+                        change.indices[chosen],
+                        change.new[chosen],
+                        relative=None if change.relative is None else change.relative[chosen],
+                    )
+                    plan.parts.append(self._part(at, own, positions))
         return plan
 
     def plan_checkpoint(self, folder: Path) -> Plan:
@@ -99,23 +108,23 @@ class Patcher:
                 differs = np.nonzero(wanted != self._view(region.storage, target).cpu().numpy().view(np.uint16))
                 if differs[0].size:
                     indices, positions = _dot(source, differs), _dot(target, differs)
-                    plan.parts.append(self._part(at, indices, positions, wanted[differs]))
+                    own = TensorDelta(region.tensor, indices, np.ascontiguousarray(wanted[differs]))
+                    plan.parts.append(self._part(at, own, positions))
         return plan
 
-    def _part(self, at: int, indices: np.ndarray, positions: np.ndarray, new: np.ndarray) -> Part:
+    def _part(self, at: int, change: TensorDelta, positions: np.ndarray) -> Part:
         flat = self._storages[self._regions[at].storage]
         if positions.min() < 0 or positions.max() >= flat.numel():
             raise LayoutError(
                 f"{self._regions[at].tensor}: a planned position lies outside of {self._regions[at].param} "
                 f"({flat.numel()} elements); nothing was written"
             )
-        device = flat.device
-        return Part(
-            at,
-            indices,
-            torch.from_numpy(positions).to(device),
-            torch.from_numpy(np.ascontiguousarray(new).view(np.int16)).to(device),
-        )
+        places = torch.from_numpy(positions).to(flat.device)
+        if change.relative is not None:
+            change = resolve(change, kernels.gather(flat, places).cpu().numpy().view(np.uint16))
+        # a mapped file is read-only and ends with the staging folder
+        new = torch.from_numpy(change.new.view(np.int16).copy()).to(flat.device)
+        return Part(at, change.indices, places, new)
 
     def predict(self, plan: Plan) -> LanesDict:
         """What the plan would add to the digest of each region, from the bits that are live now. Writes nothing."""
@@ -225,13 +234,13 @@ def _slices(region: Region, max_dims: int = 3, max_elements: int = 1 << 26) -> I
 
 def _cut(block: Block, at: int, count: int) -> Block:
     start = block.start + at * block.steps[0]
-    if count == 1:
+    if count == 1 and len(block.sizes) > 1:
         return Block(start, block.sizes[1:], block.steps[1:])
     return Block(start, (count, *block.sizes[1:]), block.steps)
 
 
 def _dot(block: Block, picks: tuple[np.ndarray, ...]) -> np.ndarray:
-    positions = np.full(picks[0].shape if picks else 1, block.start, dtype=np.int64)
+    positions = np.full(picks[0].shape, block.start, dtype=np.int64)
     for along, step in zip(picks, block.steps, strict=True):
         positions += along * step
     return positions

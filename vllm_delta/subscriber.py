@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from delta_wire import encodings
 from delta_wire.bucket import BucketReader
 from delta_wire.digest import Digest
 from delta_wire.errors import BaseMismatchError
 from delta_wire.manifest import Ack, Manifest, VersionId
 from delta_wire.state import Delta, TensorTable, compose
 from delta_wire.stores import open_store
+from vllm_delta.mirror import Base, Mirror
+from vllm_delta.staging import write_staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Staged:
     """Something to plan from, on this machine's disk.
 
     Args:
-        kind (`str`): `plan_delta` for a composed plain delta, `plan_checkpoint` for a whole checkpoint.
+        kind (`str`): `plan_delta` for a composed delta, `plan_checkpoint` for a whole checkpoint.
         path (`Path`): the file or folder.
         manifest (`Manifest`): the version it leads to.
         num_versions (`int`): how many versions it takes in one step.
@@ -59,6 +60,7 @@ class Subscriber:
         self._stage_dir = stage_dir
         self._folder: Path | None = None
         self._reader: BucketReader | None = None
+        self._mirror: Mirror | None = None
 
     @property
     def reader(self) -> BucketReader:
@@ -74,16 +76,24 @@ class Subscriber:
         """Tensor table of a version."""
         return self.reader.table(manifest)
 
-    def locate(self, digest: Digest, target: Manifest) -> Position | None:
-        """Which version of the run has this digest; `None` if none that a delta leads on from."""
+    def locate(self, digest: Digest, target: Manifest, folder: Path) -> Position | None:
+        """Which version of the run the loaded checkpoint is; `None` if none that a delta leads on from.
+
+        Args:
+            digest (`Digest`): of the loaded checkpoint.
+            target (`Manifest`): newest version.
+            folder (`Path`): of the loaded checkpoint.
+        """
         chain = self.reader.chain(digest, target)
         if chain is None:
             return None
-        if not chain:
-            return Position(target.version, digest)
-        parent = chain[0].parent
-        assert parent is not None, "a version with a delta has a parent"
-        return Position(VersionId(target.version.run, parent.epoch, parent.seq), digest)
+        found = target
+        if chain:
+            parent = chain[0].parent
+            assert parent is not None, "a version with a delta has a parent"
+            found = self.reader.manifest(parent.seq, parent.manifest_sha256)
+        self._mirror = Mirror(Base(found, folder))
+        return Position(found.version, digest)
 
     def stage(self, position: Position, target: Manifest, *, past: bool = False) -> Staged:
         """Stage what leads from a position to a version: one composed delta, or else a whole checkpoint.
@@ -105,10 +115,13 @@ class Subscriber:
 
     def _stage_delta(self, chain: list[Manifest], target: Manifest) -> Staged:
         composed: Delta = {}
-        for manifest in chain:
-            composed = compose(composed, self.reader.fetch_delta(manifest, self.folder))
+        if self._mirror is not None and any(self.reader.needs_old_weights(manifest) for manifest in chain):
+            composed = self._mirror.delta(self.reader, chain, self.folder)
+        else:
+            for manifest in chain:
+                composed = compose(composed, self.reader.fetch_delta(manifest, self.folder))
         path = self.folder / f"{target.version.seq:012d}-{target.sha256[:16]}.safetensors"
-        encodings.get("plain").encode(composed, self.table(target), path, target.version.seq)
+        write_staged(path, composed, self.table(target))
         return Staged("plan_delta", path, target, len(chain))
 
     def stage_checkpoint(self, target: Manifest) -> Staged:
