@@ -151,7 +151,7 @@ class BucketWriter:
         *,
         digest: Digest,
         step: int | None,
-        encoding: str = "plain",
+        encoding: str = "packed",
         old_bits: OldBits | None = None,
     ) -> Published:
         """Publish the next version.
@@ -160,7 +160,7 @@ class BucketWriter:
             delta (`Delta`): from the newest version's state to the new one.
             digest ([`~delta_wire.digest.Digest`]): of the new state.
             step (`int`, *optional*): optimizer step.
-            encoding (`str`, *optional*, defaults to `"plain"`): how the delta is written.
+            encoding (`str`, *optional*, defaults to `"packed"`): how the delta is written.
             old_bits (`Callable`, *optional*): whole tensors of the newest version's state, for encoding `context`.
 
         After a [`~delta_wire.errors.StoreError`] call again with the same delta: whatever had reached the bucket is

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from delta_wire.errors import SetupError
 
 ON_FAILURE = ("warn", "stop")
+ENCODINGS = ("packed", "context", "plain")
+ENCODING_VARIABLE = "DELTA_SYNC_ENCODING"
 
 
 @dataclass
@@ -24,8 +27,10 @@ class DeltaSyncConfig:
         delta_sync_steps (`int`, *optional*, defaults to `1`):
             Publish every so many optimizer steps. What is skipped is part of the next version, and the last step is
             always published.
-        delta_sync_encoding (`str`, *optional*, defaults to `"plain"`):
-            Encoding of the deltas.
+        delta_sync_encoding (`str`, *optional*, defaults to `DELTA_SYNC_ENCODING` in the environment or `"packed"`):
+            Encoding of the deltas: `"packed"` is small and needs nothing else; `"context"` is half of that and keeps a
+            second copy of the weights in host memory, 2 bytes per parameter, here and on each server's host; `"plain"`
+            is what readers of published sparse safetensors expect, four times as large as `"packed"`.
         delta_sync_on_failure (`str`, *optional*, defaults to `"warn"`):
             What an error does that another try cannot mend (another writer, a foreign object): `"warn"` reports it
             once and trains on without publishing, `"stop"` raises it in the training loop. A bucket out of reach is
@@ -51,7 +56,14 @@ class DeltaSyncConfig:
         default=1,
         metadata={"help": "Publish every so many optimizer steps; the last step is always published."},
     )
-    delta_sync_encoding: str = field(default="plain", metadata={"help": "Encoding of the deltas."})
+    delta_sync_encoding: str = field(
+        default_factory=lambda: os.environ.get(ENCODING_VARIABLE, ENCODINGS[0]),
+        metadata={
+            "help": "Encoding of the deltas: 'packed' (small), 'context' (half of that, takes 2 bytes of host memory "
+            "per parameter on both sides) or 'plain' (sparse safetensors that other readers know).",
+            "choices": list(ENCODINGS),
+        },
+    )
     delta_sync_on_failure: str = field(
         default="warn",
         metadata={
@@ -81,6 +93,11 @@ class DeltaSyncConfig:
     )
 
     def __post_init__(self):
+        if self.delta_sync_encoding not in ENCODINGS:
+            raise SetupError(
+                f"delta_sync_encoding (or {ENCODING_VARIABLE}): expected one of {', '.join(ENCODINGS)}, found "
+                f"{self.delta_sync_encoding!r}"
+            )
         if self.delta_sync_on_failure not in ON_FAILURE:
             raise SetupError(
                 f"delta_sync_on_failure: expected one of {', '.join(ON_FAILURE)}, found {self.delta_sync_on_failure!r}"

@@ -42,6 +42,10 @@ class Detector:
         """Memory held."""
         return sum(bits.numel() * bits.element_size() for bits in self._snapshot.values())
 
+    def copy_bits(self, live: Iterable[LiveTensor]) -> dict[str, np.ndarray]:
+        """Host copy of the bits of the last extraction by checkpoint name, uint16, flat."""
+        return {name: to_numpy(self._held(entry)).copy() for entry in live for name in entry.names}
+
     def extract(self, live: Iterable[LiveTensor]) -> Delta:
         """Find all changes since the last call (or the start) and make them the new state.
 

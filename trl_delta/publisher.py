@@ -9,11 +9,13 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from delta_wire.bucket import Published
 from delta_wire.digest import Digest
 from delta_wire.errors import StoreError
 from delta_wire.manifest import VersionId
-from delta_wire.state import Delta, compose, num_changed
+from delta_wire.state import Delta, OldBits, compose, num_changed
 from delta_wire.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,9 @@ class Writer(Protocol):
     @property
     def digest(self) -> Digest: ...
 
-    def publish(self, delta: Delta, *, digest: Digest, step: int | None, encoding: str) -> Published: ...
+    def publish(
+        self, delta: Delta, *, digest: Digest, step: int | None, encoding: str, old_bits: OldBits | None
+    ) -> Published: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,9 @@ class Publisher:
     Args:
         writer ([`~delta_wire.bucket.BucketWriter`]): its version is the state that the first delta applies to.
         step (`int`): optimizer step of that state.
-        encoding (`str`, *optional*, defaults to `"plain"`): encoding of the deltas.
+        encoding (`str`, *optional*, defaults to `"packed"`): encoding of the deltas.
+        mirror (`dict`, *optional*): all bits of the writer's version by tensor name, uint16, flat, for encodings that
+            need them; kept up to date with what is durable.
         retry_min_s, retry_max_s (`float`, *optional*): first and longest pause between two tries.
     """
 
@@ -83,7 +89,8 @@ class Publisher:
         writer: Writer,
         *,
         step: int,
-        encoding: str = "plain",
+        encoding: str = "packed",
+        mirror: dict[str, np.ndarray] | None = None,
         retry_min_s: float = 0.5,
         retry_max_s: float = 30.0,
     ):
@@ -91,6 +98,7 @@ class Publisher:
         self.failure: Exception | None = None
         self.records: list[Record] = []
         self._encoding = encoding
+        self._mirror = mirror
         self._retry_s = (retry_min_s, retry_max_s)
         self._start_seq = writer.version.seq
         self._digests = {self._start_seq: writer.digest}
@@ -195,7 +203,11 @@ class Publisher:
         while True:
             try:
                 published = self.writer.publish(
-                    item.delta, digest=item.digest, step=item.step, encoding=self._encoding
+                    item.delta,
+                    digest=item.digest,
+                    step=item.step,
+                    encoding=self._encoding,
+                    old_bits=None if self._mirror is None else self._mirror.__getitem__,
                 )
             except StoreError as error:
                 self._report_outage(error)
@@ -214,6 +226,9 @@ class Publisher:
 
     def _record(self, item: _Item, published: Published) -> None:
         seq = published.manifest.version.seq
+        if self._mirror is not None:
+            for name, part in item.delta.items():
+                self._mirror[name][part.indices] = part.new
         record = Record(
             seq=seq,
             step=item.step,

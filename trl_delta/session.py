@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from delta_wire import kernels
+from delta_wire import encodings, kernels
 from delta_wire.bucket import BucketReader, BucketWriter
 from delta_wire.checkpoint import SINGLE_FILE, Checkpoint, resolve_reference
 from delta_wire.container import write_tensors
@@ -93,7 +93,9 @@ class DeltaSyncSession:
         writer = self._open_run(store, live, model, processing_class, reference, base, step)
         self._model = model
         self._last_step = step
-        self.publisher = Publisher(writer, step=step, encoding=self.config.delta_sync_encoding)
+        encoding = self.config.delta_sync_encoding
+        mirror = self.detector.copy_bits(live) if encodings.get(encoding).needs_old_weights else None
+        self.publisher = Publisher(writer, step=step, encoding=encoding, mirror=mirror)
         self.watcher = AckWatcher(
             writer.acks,
             self.publisher,
