@@ -26,9 +26,9 @@ from pathlib import Path
 
 MIN_STEPS = 6
 # per model: learning rate, so that deltas are as sparse as in real training; longest completion in tokens
-SETTINGS = {"smollm2": (1e-6, 20), "tiny": (3e-6, 12)}
-PROMPTS_PER_STEP = 2
-COMPLETIONS_PER_PROMPT = 8
+SETTINGS = {"smollm2": (1e-6, 20), "tiny": (3e-6, 32)}
+PROMPTS_PER_STEP = 4
+COMPLETIONS_PER_PROMPT = 4
 # how long the end of the demo waits for the bucket, and then for the server
 CLOSE_TIMEOUT_S = 20.0
 SERVE_TIMEOUT_S = 60.0
@@ -77,6 +77,8 @@ def quiet_libraries() -> None:
     )
     warnings.filterwarnings("ignore", message="TRL currently supports")
     logging.basicConfig(format="  ! %(message)s", level=logging.WARNING)
+    # vLLM speaks about Triton before it has read its own setting
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from delta_wire.acks import Ack
 from delta_wire.errors import DeltaError
-from delta_wire.manifest import Ack
 from trl_delta.publisher import Publisher
 
 logger = logging.getLogger(__name__)
