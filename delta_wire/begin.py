@@ -60,8 +60,8 @@ def first_version(
     if anchor_dir is not None:
         anchor = AnchorPart(None, upload_anchor(store, anchor_dir, table, digest, anchor_prefix(head)))
         head = Manifest(version, digest, ref, table.num_params, 0, step, head.created_unix_s, None, None, anchor)
-    # what the parser would refuse is refused before it is written
-    Manifest.from_bytes(head.to_bytes(), f"{store.url}/{manifest_key(0)}")
+    # what no reader would accept is refused before it is written
+    head = Manifest.from_bytes(head.to_bytes(), f"{store.url}/{manifest_key(0)}")
     try:
         store.put(manifest_key(0), head.to_bytes(), create_only=True)
     except ObjectExistsError as error:

@@ -213,7 +213,7 @@ class BucketWriter:
             sha256 = sha256_file(path)
             ref = ObjectRef(f"deltas/{seq:012d}-{sha256[:16]}.safetensors", path.stat().st_size, sha256)
             self.store.put(ref.key, path)
-        return Manifest(
+        manifest = Manifest(
             version=VersionId(head.version.run, self._epoch, seq),
             digest=digest,
             table=head.table,
@@ -225,6 +225,8 @@ class BucketWriter:
             delta=DeltaPart(encoding, (ref,)),
             anchor=None,
         )
+        # what no reader would accept is refused before it is written
+        return Manifest.from_bytes(manifest.to_bytes(), f"{self.store.url}/{manifest_key(seq)}")
 
     def _commit(self, manifest: Manifest) -> None:
         key = manifest_key(manifest.version.seq)

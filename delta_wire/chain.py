@@ -16,7 +16,7 @@ from typing import TypeVar
 from delta_wire import encodings
 from delta_wire.digest import Digest
 from delta_wire.errors import FormatError, ObjectNotFoundError
-from delta_wire.files import sha256_file, temporary_beside
+from delta_wire.files import sha256_file, staging, temporary_beside
 from delta_wire.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_POINTER_BYTES,
@@ -80,10 +80,10 @@ class BucketReader:
             seq (`int`): sequence number.
             expect_sha256 (`str`, *optional*): refuse other content than this.
         """
-        if expect_sha256 in self._manifests:
+        key = manifest_key(seq)
+        if expect_sha256 in self._manifests and self._manifests[expect_sha256].version.seq == seq:
             self._manifests.move_to_end(expect_sha256)
             return self._manifests[expect_sha256]
-        key = manifest_key(seq)
         raw = self.store.get(key, MAX_MANIFEST_BYTES)
         found = hashlib.sha256(raw).hexdigest()
         if expect_sha256 is not None and found != expect_sha256:
@@ -243,7 +243,8 @@ class BucketReader:
             if not ref.key.startswith(prefix):
                 raise FormatError(f"{self._source(ref.key)}: not in the folder of this anchor, {prefix}")
             path = folder.joinpath(*ref.key.removeprefix(prefix).split("/"))
-            path.parent.mkdir(parents=True, exist_ok=True)
+            with staging(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
             self._download(ref, path)
         return folder
 

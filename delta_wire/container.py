@@ -99,11 +99,19 @@ class TensorFile:
     Args:
         path (`Path`): the file.
         source (`str`, *optional*): what errors call it; defaults to the path.
+        max_header_bytes (`int`, *optional*): refuse a longer header; parsing takes ten times its size.
         private (`bool`, *optional*, defaults to `False`): arrays can be written to; the file never changes, touched
             pages become private copies.
     """
 
-    def __init__(self, path: Path, source: str | None = None, *, private: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        source: str | None = None,
+        *,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+        private: bool = False,
+    ):
         self.path = Path(path)
         self.source = source or str(path)
         with open(path, "rb") as file:
@@ -116,14 +124,15 @@ class TensorFile:
             # kept alive by the arrays over it, also when the file has been deleted
             self._map = mmap.mmap(file.fileno(), 0, access=access)
         (header_bytes,) = _LENGTH.unpack(self._map[: _LENGTH.size])
-        if header_bytes > min(MAX_HEADER_BYTES, size_bytes - _LENGTH.size):
+        most = min(max_header_bytes, MAX_HEADER_BYTES)
+        if header_bytes > min(most, size_bytes - _LENGTH.size):
             raise FormatError(
                 f"{self.source}: the header claims {header_bytes} bytes, the file has {size_bytes} (and headers at "
-                f"most {MAX_HEADER_BYTES}); it is truncated or foreign"
+                f"most {most}); it is truncated or foreign"
             )
         self._start = _LENGTH.size + header_bytes
         raw = self._map[_LENGTH.size : self._start]
-        header = load_object(raw, f"{self.source} (header)", MAX_HEADER_BYTES)
+        header = load_object(raw, f"{self.source} (header)", most)
         self.metadata = _parse_metadata(header.pop("__metadata__", {}), self.source)
         self._specs: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._begins: dict[str, int] = {}

@@ -22,8 +22,9 @@ DTYPE = "BF16"
 MAX_NAME_BYTES = 1024
 MAX_DIMS = 8
 MAX_ELEMENTS = 1 << 46
-MAX_TENSORS = 1 << 21
-MAX_TABLE_BYTES = 256 << 20
+# a model with one tensor per expert has some 50,000; parsed JSON takes ten times its size
+MAX_TENSORS = 1 << 19
+MAX_TABLE_BYTES = 64 << 20
 _INT32_LIMIT = 1 << 31
 
 
@@ -134,7 +135,8 @@ def _parse_spec(name: str, entry: object, source: str) -> TensorSpec:
     return TensorSpec(name, tuple(shape))
 
 
-@dataclass(frozen=True, slots=True)
+# not frozen: a delta has one for every tensor, and freezing triples what making one costs
+@dataclass(slots=True)
 class TensorDelta:
     """The changed elements of one tensor.
 

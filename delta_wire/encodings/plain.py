@@ -53,13 +53,9 @@ class PlainEncoding:
                 )
 
     def max_bytes(self, table: TensorTable) -> int:
-        total = _METADATA_BYTES
-        for name, spec in table.items():
-            # sparse with every element changed; a writer that has the whole tensor stores less
-            total += spec.num_elements * (index_dtype(spec.num_elements).itemsize + 2)
-            # names may be written with six-byte escapes
-            total += 2 * 6 * len(name.encode()) + _HEADER_BYTES_PER_TENSOR
-        return total
+        # sparse with every element changed; a writer that has the whole tensor stores less
+        sizes = [spec.num_elements for spec in table.values()]
+        return _max_header_bytes(table) + sum(size * (index_dtype(size).itemsize + 2) for size in sizes)
 
     def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int, old_bits: OldBits | None = None) -> None:
         self.check_table(table)
@@ -89,7 +85,7 @@ class PlainEncoding:
 
     def decode(self, path: Path, table: TensorTable, source: str, old_bits: OldBits | None = None) -> Delta:
         self.check_table(table)
-        file = TensorFile(path, source)
+        file = TensorFile(path, source, max_header_bytes=_max_header_bytes(table))
         # files of other writers carry neither key
         check_metadata({"delta_format": FORMAT, "encoding": self.name} | file.metadata, self.name, source)
         delta: Delta = {}
@@ -105,6 +101,11 @@ class PlainEncoding:
             check_part(part, table[name], source)
             delta[name] = part
         return {name: part for name, part in delta.items() if part.num_changed}
+
+
+def _max_header_bytes(table: TensorTable) -> int:
+    # names may be written with six-byte escapes
+    return _METADATA_BYTES + sum(2 * 6 * len(name.encode()) + _HEADER_BYTES_PER_TENSOR for name in table)
 
 
 def own_metadata(encoding: str, seq: int, changed: int) -> dict[str, str]:

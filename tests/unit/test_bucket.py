@@ -259,6 +259,9 @@ def test_publish_refuses_what_is_not_of_the_run(run):
     for wrong, kind, message in cases:
         with pytest.raises(kind, match=message):
             run.writer.publish(wrong, digest=digest, step=1, encoding="plain")
+    with pytest.raises(FormatError, match="step must be an integer"):
+        run.writer.publish(delta, digest=digest, step=-1, encoding="plain")
+    run.store.delete([info.key for info in run.store.list("deltas/")])
     with pytest.raises(UnsupportedFormatError, match="encoding 'secret' is not known"):
         run.writer.publish(delta, digest=digest, step=1, encoding="secret")
     assert run.store.list("") == before

@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -78,3 +81,16 @@ def test_text_round_trip():
 def test_other_text_is_refused(text):
     with pytest.raises(FormatError, match="32 lower-case hexadecimal"):
         Digest.parse(text)
+
+
+def test_the_vectors_of_the_document():
+    text = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \| `([0-9a-f ]+)` \| `([0-9a-f]{32})` \|$", text, re.MULTILINE)
+    assert len(rows) >= 3
+    for name, bits, expected in rows:
+        assert str(digest_tensor(name, np.array([int(b, 16) for b in bits.split()], np.uint16))) == expected
+    (index, far) = re.search(r"`0001` at index (\d+) minus `0000` there \| `([0-9a-f]{32})`", text).groups()
+    found = digest_change("w", np.array([int(index)], np.int64), np.array([0], np.uint16), np.array([1], np.uint16))
+    assert str(found) == far
+    keys = re.search(r'`keys\("a"\)` is `([0-9a-f]{16})`, `([0-9a-f]{16})`', text).groups()
+    assert tuple(int(key, 16) for key in keys) == tensor_keys("a")

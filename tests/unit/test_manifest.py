@@ -2,6 +2,8 @@
 import dataclasses
 import hashlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ from delta_wire.manifest import (
     manifest_key,
     table_key,
 )
+from delta_wire.state import TensorTable
 
 SHA = "ab" * 32
 TABLE = ObjectRef(table_key(SHA), 10, SHA)
@@ -201,3 +204,15 @@ def test_acks():
         raw = json.dumps({**json.loads(ack.to_bytes()), **wrong}).encode()
         with pytest.raises(FormatError, match="bucket/acks/x"):
             Ack.from_bytes(raw, "bucket/acks/x")
+
+
+def test_the_examples_of_the_document():
+    text = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
+    pointer, manifest, table, ack = (block.encode() for block in re.findall(r"```json\n(.*?)\n```", text, re.DOTALL))
+    assert Pointer.from_bytes(pointer, "x").version == Manifest.from_bytes(manifest, "x").version
+    assert Ack.from_bytes(ack, "x").version == Pointer.from_bytes(pointer, "x").version
+    read = TensorTable.from_bytes(table, "x")
+    assert read.to_bytes() == table and f"has {len(table)} bytes and SHA-256 `{read.sha256}`" in text
+    # one line and compact, as it is written
+    assert Manifest.from_bytes(manifest, "x").to_bytes() == manifest
+    assert dataclasses.replace(Manifest.from_bytes(manifest, "x")).to_bytes() == manifest.replace(b"\n ", b"")
