@@ -17,11 +17,11 @@ Axis = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements `start + Σ i_d · steps_d` for all `0 ≤ i_d < sizes_d`; steps descend and blocks do not fold."""
+    """Elements `start + Σ i_d · steps_d` for all `0 ≤ i_d < sizes_d`; at least one axis, and no element twice."""
 
     start: int
-    sizes: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
+    sizes: tuple[int, ...]
+    steps: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
@@ -39,7 +39,8 @@ class Block:
 
     def merged(self) -> Block:
         """The same elements in as few axes as possible: the form in which blocks of two ranks are compared."""
-        axes = merge_axes([(size, (step,)) for size, step in zip(self.sizes, self.steps, strict=True)])
+        axes = merge_axes([(size, (step,)) for size, step in zip(self.sizes, self.steps, strict=True) if size > 1])
+        axes = axes or [(1, (1,))]
         return Block(self.start, tuple(size for size, _ in axes), tuple(steps[0] for _, steps in axes))
 
 

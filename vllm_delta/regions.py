@@ -114,6 +114,7 @@ class _Tracer(TorchDispatchMode):
             self._params[name] = _storage_key(param)
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
         self._storage_of: dict[int, int] = {}
+        self._opaque: set[int] = set()
         self._fills: set[tuple[int, Block]] = set()
 
     def sources(self, table: TensorTable) -> Iterator[tuple[str, torch.Tensor]]:
@@ -136,7 +137,9 @@ class _Tracer(TorchDispatchMode):
         return args[0]
 
     def _refuse(self, live: torch.Tensor, reason: str, tensor: str | None = None) -> None:
-        param = self._live[_storage_key(live)][0]
+        key = _storage_key(live)
+        self._opaque.add(key)
+        param = self._live[key][0]
         self.result.problems.setdefault(tensor or self.current, f"{reason} (into {param})")
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -171,7 +174,7 @@ class _Tracer(TorchDispatchMode):
         """Find live parameters that no checkpoint tensor feeds, and writes that collide."""
         result = self.result
         for name, key in self._params.items():
-            if key in self._storage_of:
+            if key in self._storage_of or key in self._opaque:
                 continue
             shape = tuple(self._live[key][1].shape) if key in self._live else ()
             result.problems.setdefault(
@@ -225,7 +228,7 @@ def _blocks_of(views: Sequence[torch.Tensor]) -> list[Block]:
     shape = views[0].shape
     strides = [view.stride() for view in views]
     axes = [(shape[d], tuple(stride[d] for stride in strides)) for d in range(len(shape)) if shape[d] != 1]
-    axes = merge_axes(sorted(axes, key=lambda axis: axis[1], reverse=True))
+    axes = merge_axes(sorted(axes, key=lambda axis: axis[1], reverse=True)) or [(1, (1,) * len(views))]
     sizes = tuple(size for size, _ in axes)
     blocks = [
         Block(int(view.storage_offset()), sizes, tuple(steps[at] for _, steps in axes))

@@ -14,7 +14,7 @@ from typing import Literal
 
 from delta_wire.bucket import BucketReader
 from delta_wire.digest import Digest
-from delta_wire.errors import BaseMismatchError
+from delta_wire.errors import BaseMismatchError, ObjectNotFoundError
 from delta_wire.manifest import Ack, Manifest, VersionId
 from delta_wire.state import Delta, TensorTable, compose
 from delta_wire.stores import open_store
@@ -135,15 +135,18 @@ class Subscriber:
         here = position.version
         if target.version.run != here.run:
             return
-        for manifest in self.reader.walk(target):
-            if manifest.version.seq <= here.seq:
-                if manifest.version.seq == here.seq and manifest.digest != position.digest:
-                    raise BaseMismatchError(
-                        f"{self.url}: version {target.version} descends from {manifest.version} with digest "
-                        f"{manifest.digest}, this server serves {here} with {position.digest}; two trainers wrote to "
-                        "one bucket. Give each run a bucket of its own and restart the server on the one to follow."
-                    )
-                return
+        try:
+            ancestors = (manifest for manifest in self.reader.walk(target) if manifest.version.seq <= here.seq)
+            ours = next(ancestors, None)
+        except ObjectNotFoundError:
+            # the versions in between have been removed: nothing left to compare with
+            return
+        if ours is not None and ours.version.seq == here.seq and ours.digest != position.digest:
+            raise BaseMismatchError(
+                f"{self.url}: version {target.version} descends from {ours.version} with digest {ours.digest}, this "
+                f"server serves {here} with {position.digest}; two trainers wrote to one bucket. Give each run a "
+                "bucket of its own and restart the server on the one to follow."
+            )
 
     def can_go_past(self, position: Position, target: Manifest) -> bool:
         """Whether an anchor lies between a position and a version, so that the deltas between need not be used."""

@@ -56,8 +56,11 @@ class Transaction:
 
     def expect(self, replies: Sequence[dict[str, Any]]) -> None:
         """Raise [`DigestMismatchError`] unless the ranks' changes lead from `before` to `after`."""
+        if self.after is None:
+            # from weights that nobody can vouch for; ranks that share a block may have to change it differently
+            return
         change = total(self.layout.combine([reply["lanes"] for reply in replies]))
-        if self.after is not None and self.before + change != self.after:
+        if self.before + change != self.after:
             raise DigestMismatchError(
                 f"version {self.label}: its manifest announces digest {self.after}, the delta leads from "
                 f"{self.before} to {self.before + change}; the delta is not the one the trainer described"

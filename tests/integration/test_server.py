@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file, save_file
 from training import Forgery, Training, pointed_to
 from vllm_server import Background, Server, serve
 
@@ -60,8 +60,8 @@ def test_three_updates_under_load_equal_a_fresh_server(followed: tuple[Server, T
     before = answers(server)
     running = Background(server, [f"{prompt} {i}" for i in range(2) for prompt in PROMPTS[:2]], TOKENS_IN_FLIGHT)
     versions = []
-    for seq in (1, 2, 3):
-        versions.append(training.publish(writer))
+    for seq, encoding in ((1, "plain"), (2, "packed"), (3, "context")):
+        versions.append(training.publish(writer, encoding))
         status = server.wait(lambda s, seq=seq: s["seq"] == seq, f"version {seq}")
         assert status["state"] == "serving" and status["digest"] == str(training.digest)
         if seq == 1:
@@ -102,7 +102,7 @@ def edited(edit: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     def rewrite(path: Path) -> None:
         from safetensors import safe_open
 
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
         tensors = load_file(path)
         edit(tensors)

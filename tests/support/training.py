@@ -68,9 +68,13 @@ class Training:
         self.digest = self.digest + change_of_digest(delta)
         return delta
 
-    def publish(self, writer: BucketWriter) -> Manifest:
+    def publish(self, writer: BucketWriter, encoding: str = "plain") -> Manifest:
         """Change and publish the next version."""
-        return writer.publish(self.change(), digest=self.digest, step=None).manifest
+        old = {name: bits.copy() for name, bits in self.bits.items()}
+        delta = self.change()
+        return writer.publish(
+            delta, digest=self.digest, step=None, encoding=encoding, old_bits=old.__getitem__
+        ).manifest
 
 
 class Forgery:

@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's state machine over real ranks and a real bucket, with a failure injected at every point."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import FakeEngine, FakeModel, FakeWorker, as_loaded, parameters_of, write_checkpoint
+from training import Training, pointed_to
+
+from delta_wire.acks import Ack
+from delta_wire.bucket import BucketReader
+from delta_wire.digest import Digest
+from delta_wire.manifest import AnchorPart, Manifest, ObjectRef, Pointer, manifest_key
+from delta_wire.replay import checkout
+from delta_wire.stores import open_store
+from vllm_delta.commit import Coordinator
+from vllm_delta.engine import EngineStopped
+from vllm_delta.ranks import Ranks
+from vllm_delta.settings import Settings
+from vllm_delta.subscriber import Subscriber
+
+Reply = dict[str, Any]
+
+
+class Server:
+    """A coordinator over fake workers, and the run that it follows."""
+
+    def __init__(self, folder: Path, ranks: int = 2, model: Any = FakeModel, **settings: Any):
+        self.training = Training(write_checkpoint(folder / "base"), folder / "bucket", changed_frac=0.1)
+        (folder / "stage").mkdir(exist_ok=True)
+        self.settings = Settings(str(folder / "bucket"), stage_dir=folder / "stage", server_id="one", **settings)
+        self.engine = FakeEngine([FakeWorker(self.training.base, rank, ranks, model) for rank in range(ranks)])
+        self.subscriber = Subscriber(self.settings.bucket, self.settings.stage_dir)
+        self.coordinator = Coordinator(
+            self.engine, Ranks(self.engine), self.subscriber, self.settings, lambda: self.training.base
+        )
+
+    def step(self) -> dict[str, Any]:
+        self.coordinator.step()
+        status = self.coordinator.status.to_json()
+        json.dumps(status)
+        return status
+
+    def weights(self) -> list[dict[str, list[int]]]:
+        return [parameters_of(worker.model) for worker in self.engine.workers]
+
+    def loaded(self) -> list[dict[str, list[int]]]:
+        """The weights of servers that loaded the trainer's newest state in full."""
+        ranks = len(self.engine.workers)
+        return [parameters_of(as_loaded(self.training.bits, rank, ranks)) for rank in range(ranks)]
+
+    def ack(self) -> Ack:
+        path = self.training.bucket / "acks" / "one.json"
+        return Ack.from_bytes(path.read_bytes(), str(path))
+
+    def staged_files(self) -> list[Path]:
+        return [path for path in self.settings.stage_dir.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    return Server(tmp_path)
+
+
+@pytest.fixture
+def following(server: Server) -> Server:
+    server.writer = server.training.start()  # type: ignore[attr-defined]
+    assert server.step()["state"] == "serving"
+    return server
+
+
+def publish(server: Server, encoding: str = "plain") -> Manifest:
+    return server.training.publish(server.writer, encoding)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("encoding", ["plain", "packed", "context"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_version_equals_a_full_load(tmp_path: Path, ranks: int, encoding: str):
+    server = Server(tmp_path, ranks)
+    writer = server.training.start()
+    status = server.step()
+    assert (status["state"], status["seq"], status["commits"]) == ("serving", 0, 0)
+    assert server.engine.label == status["version"]
+    for seq in (1, 2, 3):
+        manifest = server.training.publish(writer, encoding)
+        status = server.step()
+        assert (status["state"], status["seq"], status["commits"], status["lag_versions"]) == ("serving", seq, seq, 0)
+        assert server.weights() == server.loaded()
+        assert status["version"] == server.engine.label == str(manifest.version)
+        assert status["digest"] == str(server.training.digest)
+        assert server.engine.renewed[-1] == ("forget", str(manifest.version))
+        assert server.ack().version == manifest.version and server.ack().digest == server.training.digest
+    assert len(status["pauses_ms"]) == 3 and len(status["ranks"]) == ranks
+    assert not server.staged_files()
+
+
+def test_pending_versions_are_committed_once_together(following: Server):
+    for encoding in ("plain", "packed", "plain", "context"):
+        manifest = publish(following, encoding)
+    status = following.step()
+    assert (status["seq"], status["commits"], status["version"]) == (4, 1, str(manifest.version))
+    assert following.weights() == following.loaded()
+    # the same message again
+    assert following.step()["commits"] == 1
+
+
+def test_a_version_without_a_change_moves_the_label(following: Server):
+    following.writer.publish({}, digest=following.training.digest, step=None)  # type: ignore[attr-defined]
+    status = following.step()
+    assert (status["state"], status["seq"]) == ("serving", 1)
+
+
+def test_a_server_started_late_or_on_a_checkout_knows_its_version(following: Server, tmp_path: Path):
+    versions = [publish(following) for _ in range(3)]
+    folder = checkout(BucketReader(open_store(following.training.bucket)), versions[1], tmp_path / "checkout")
+    other = Server(tmp_path)
+    other.engine.workers = [FakeWorker(folder, rank, 2) for rank in range(2)]
+    other.coordinator._folder = lambda: folder
+    status = other.step()
+    assert (status["seq"], status["commits"]) == (3, 1)
+    assert other.weights() == following.loaded()
+
+
+def test_the_pointer_going_backwards_is_ignored_with_one_warning(following: Server, caplog: pytest.LogCaptureFixture):
+    publish(following)
+    old = (following.training.bucket / "LATEST").read_bytes()
+    publish(following)
+    assert following.step()["seq"] == 2
+    (following.training.bucket / "LATEST").write_bytes(old)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            status = following.step()
+    assert (status["state"], status["seq"], status["target_seq"], status["lag_versions"]) == ("serving", 2, 1, 0)
+    assert sum("went back" in record.message for record in caplog.records) == 1
+
+
+def test_empty_missing_and_vanishing_buckets(server: Server, caplog: pytest.LogCaptureFixture):
+    bucket = server.training.bucket
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            status = server.step()
+        assert status["state"] == "degraded" and str(bucket) in status["reason"]
+        open_store(bucket, create=True)
+        assert server.step()["state"] == "waiting"
+        writer = server.training.start()
+        assert server.step()["state"] == "serving"
+        bucket.rename(bucket.with_name("elsewhere"))
+        for _ in range(3):
+            status = server.step()
+        assert (status["state"], status["seq"]) == ("degraded", 0)
+        assert not bucket.exists()
+        bucket.with_name("elsewhere").rename(bucket)
+        assert server.step()["state"] == "serving"
+        (bucket / "LATEST").rename(bucket / "kept")
+        assert "LATEST is gone" in server.step()["reason"]
+        (bucket / "kept").rename(bucket / "LATEST")
+        server.training.publish(writer)
+        assert server.step()["seq"] == 1
+    # one line for each of the three, however often it was tried
+    assert sum(record.message.startswith("degraded") for record in caplog.records) == 3
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_retries_back_off_and_come_back(following: Server):
+    bucket = following.training.bucket
+    bucket.rename(bucket.with_name("elsewhere"))
+    waits_s = [following.coordinator.step() for _ in range(8)]
+    assert waits_s[:4] == [1.0, 2.0, 4.0, 8.0] and max(waits_s) == 8.0
+    bucket.with_name("elsewhere").rename(bucket)
+    assert following.coordinator.step() == 0.5
+
+
+def test_another_base_is_refused_with_both_digests(server: Server, tmp_path: Path):
+    before = server.weights()
+    other = Training(write_checkpoint(tmp_path / "other", seed=1), server.training.bucket)
+    writer = other.start()
+    status = server.step()
+    assert status["state"] == "degraded" and "another base" in status["reason"]
+    assert str(server.training.digest) in status["reason"] and str(other.digest) in status["reason"]
+    other.publish(writer)
+    assert server.step()["state"] == "degraded"
+    assert server.weights() == before and server.engine.label == "default"
+    assert server.ack().state == "degraded" and server.ack().version is None
+
+
+def test_another_model_is_refused_with_names(server: Server, tmp_path: Path):
+    import numpy as np
+
+    from delta_wire.container import write_tensors
+
+    folder = tmp_path / "other"
+    folder.mkdir()
+    write_tensors(folder / "model.safetensors", {"other": ("BF16", (3,), np.zeros(3, np.uint16))}, {"format": "pt"})
+    Training(folder, server.training.bucket).start()
+    status = server.step()
+    assert status["state"] == "degraded"
+    assert "not the model" in status["reason"] and "norm.weight" in status["reason"] and "other" in status["reason"]
+
+
+def test_a_layout_that_cannot_be_patched_is_refused_for_good(tmp_path: Path):
+    class Repacked(FakeModel):
+        def load_weights(self, weights: Any) -> None:
+            super().load_weights(weights)
+            # what a kernel that wants another order does after loading
+            self.down.data.copy_(self.down.data.flip(0))
+
+    server = Server(tmp_path, 1, Repacked)
+    server.training.start()
+    before = server.weights()
+    status = server.step()
+    assert status["state"] == "degraded" and "(into down)" in status["reason"]
+    assert server.step()["commits"] == 0 and server.weights() == before
+    answer = server.coordinator.verify()
+    server.step()
+    assert "(into down)" in str(answer.exception(0))
+
+
+def test_samples_refuse_what_the_trace_cannot_see(tmp_path: Path):
+    server = Server(tmp_path, 2)
+    server.training.start()
+    for worker in server.engine.workers:
+        worker.model.down.data.copy_(worker.model.down.data.flip(0))
+    status = server.step()
+    assert status["state"] == "degraded"
+    assert "down.weight" in status["reason"] and "samples" in status["reason"]
+
+
+# -- failures of a commit ---------------------------------------------------------------------------------------
+
+
+def on_rank(rank: int, change: Callable[[Callable[[], Reply]], Reply]) -> Callable[..., Reply]:
+    return lambda at, call: change(call) if at == rank else call()
+
+
+def refuses(call: Callable[[], Reply]) -> Reply:
+    return {"error": "out of memory", "kind": "OutOfMemoryError"}
+
+
+def writes_then_fails(call: Callable[[], Reply]) -> Reply:
+    call()
+    return {"error": "the device fell off the bus", "kind": "RuntimeError"}
+
+
+def miscounts(call: Callable[[], Reply]) -> Reply:
+    reply = call()
+    at = next(iter(reply["lanes"]))
+    return reply | {"lanes": reply["lanes"] | {at: (1, 2)}}
+
+
+def forgets(call: Callable[[], Reply]) -> Reply:
+    return call() | {"lanes": {}}
+
+
+def raises(call: Callable[[], Reply]) -> Reply:
+    raise RuntimeError("executor failed")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", [refuses, writes_then_fails, miscounts, forgets, raises])
+def test_a_failing_commit_is_undone_on_all_ranks(
+    following: Server, rank: int, fault: Callable[[Callable[[], Reply]], Reply]
+):
+    publish(following)
+    following.step()
+    label, before = following.engine.label, following.weights()
+    manifest = publish(following)
+    following.engine.hooks["delta_commit"] = on_rank(rank, fault)
+    status = following.step()
+    assert (status["state"], status["seq"], status["commits"]) == ("degraded", 1, 1)
+    assert str(manifest.version) in status["reason"]
+    assert status["refused"][-1]["object"] == str(manifest.version)
+    assert following.weights() == before
+    assert following.engine.label == label and not following.engine.paused
+    assert following.ack().state == "degraded" and following.ack().reason == status["reason"]
+    del following.engine.hooks["delta_commit"]
+    status = following.step()
+    assert (status["state"], status["seq"]) == ("serving", 2)
+    assert following.weights() == following.loaded()
+
+
+def test_a_failing_cache_policy_undoes_the_commit(following: Server):
+    before, label = following.weights(), following.engine.label
+    publish(following)
+    following.engine.cache_error = RuntimeError("blocks are still in use")
+    status = following.step()
+    assert status["state"] == "degraded" and "blocks are still in use" in status["reason"]
+    assert following.weights() == before and following.engine.label == label
+    following.engine.cache_error = None
+    assert following.step()["seq"] == 1
+
+
+@pytest.mark.parametrize("method", ["delta_submit", "delta_poll", "delta_release"])
+def test_failures_beside_the_commit_change_nothing_or_all(following: Server, method: str):
+    before = following.weights()
+    publish(following)
+    following.engine.hooks[method] = on_rank(1, refuses)
+    status = following.step()
+    assert status["state"] == "degraded"
+    done = method == "delta_release"
+    assert following.weights() == (following.loaded() if done else before)
+    assert status["seq"] == (1 if done else 0)
+    del following.engine.hooks[method]
+    assert following.step()["state"] == "serving"
+    assert following.weights() == following.loaded()
+
+
+def breaks_a_weight(server: Server) -> Callable[[int, Callable[[], Reply]], Reply]:
+    def undo(rank: int, call: Callable[[], Reply]) -> Reply:
+        reply = call()
+        server.engine.workers[rank].model.flip("norm")
+        return reply
+
+    return undo
+
+
+@pytest.mark.parametrize("how", ["says so", "is found out"])
+def test_without_a_proven_undo_generation_is_held_until_resync(following: Server, how: str):
+    publish(following)
+    following.step()
+    publish(following)
+    engine = following.engine
+    engine.hooks["delta_commit"] = on_rank(1, writes_then_fails)
+    if how == "says so":
+        engine.hooks["delta_undo"] = on_rank(0, lambda call: {"restored": False})
+    else:
+        engine.hooks["delta_undo"] = breaks_a_weight(following)
+    assert following.coordinator.step() == 0.0, "recovery has to begin at once"
+    status = following.coordinator.status.to_json()
+    assert engine.paused and status["state"] == "degraded"
+
+    # the way back fails as well: nothing is generated
+    status = following.step()
+    assert engine.paused and "generation is paused" in status["reason"]
+
+    engine.hooks.clear()
+    status = following.step()
+    assert not engine.paused and (status["state"], status["seq"]) == ("serving", 2)
+    assert following.weights() == following.loaded()
+    assert ("reset", f"{status['version'][:-2]}-0") in engine.renewed
+
+
+def test_resync_from_the_anchor_when_the_served_folder_is_gone(following: Server, tmp_path: Path):
+    publish(following)
+    following.step()
+    shutil.move(following.training.base, tmp_path / "moved")
+    rewrite_latest(
+        following, lambda manifest: replace(manifest, anchor=AnchorPart(str(checked_out(following, tmp_path))))
+    )
+    publish_after_rewrite(following)
+    following.engine.workers[0].model.flip("norm")
+    answer = following.coordinator.verify()
+    following.step()
+    assert answer.result(0)["equal"] is False and following.engine.paused
+    status = following.step()
+    assert not following.engine.paused and status["state"] == "serving"
+    assert following.weights() == following.loaded()
+
+
+def checked_out(server: Server, tmp_path: Path) -> Path:
+    return checkout(
+        BucketReader(open_store(server.training.bucket)),
+        pointed_to(server.training.bucket),
+        tmp_path / "anchor",
+        base_folder=tmp_path / "moved" if (tmp_path / "moved").exists() else None,
+    )
+
+
+def rewrite_latest(server: Server, change: Callable[[Manifest], Manifest]) -> Manifest:
+    """Replace the newest manifest, as no honest trainer does."""
+    import hashlib
+
+    manifest = change(pointed_to(server.training.bucket))
+    raw, key = manifest.to_bytes(), manifest_key(manifest.version.seq)
+    target = server.training.bucket / key
+    target.unlink(missing_ok=True)
+    target.write_bytes(raw)
+    pointer = Pointer(manifest.version, ObjectRef(key, len(raw), hashlib.sha256(raw).hexdigest()))
+    (server.training.bucket / "LATEST").write_bytes(pointer.to_bytes())
+    return manifest
+
+
+def publish_after_rewrite(server: Server) -> Manifest:
+    server.writer = server.training.start()  # type: ignore[attr-defined]
+    return publish(server)
+
+
+# -- chains, anchors, forks -------------------------------------------------------------------------------------
+
+
+def test_a_delta_that_is_not_the_announced_one_is_refused_before_anything_is_written(following: Server):
+    before = following.weights()
+    publish(following)
+    wrong = rewrite_latest(following, lambda m: replace(m, digest=m.digest + Digest(1, 1)))
+    following.engine.hooks["delta_commit"] = raises
+    for _ in range(2):
+        status = following.step()
+        assert status["state"] == "degraded" and str(wrong.digest) in status["reason"]
+    assert following.weights() == before
+
+
+def test_a_later_anchor_leads_past_a_delta_that_cannot_be_used(following: Server, tmp_path: Path):
+    bad = publish(following)
+    rewrite_latest(
+        following, lambda manifest: replace(manifest, anchor=AnchorPart(str(checked_out(following, tmp_path))))
+    )
+    assert bad.delta is not None
+    (following.training.bucket / bad.delta.objects[0].key).write_bytes(b"torn")
+    status = following.step()
+    assert status["state"] == "degraded" and bad.delta.objects[0].key in status["reason"]
+    status = following.step()
+    assert (status["state"], status["seq"]) == ("serving", 1)
+    assert following.weights() == following.loaded()
+
+
+def test_a_shortened_chain_leads_over_the_anchor(following: Server, tmp_path: Path):
+    publish(following)
+    publish(following)
+    rewrite_latest(
+        following, lambda manifest: replace(manifest, anchor=AnchorPart(str(checked_out(following, tmp_path))))
+    )
+    publish_after_rewrite(following)
+    (following.training.bucket / manifest_key(1)).unlink()
+    status = following.step()
+    assert (status["state"], status["seq"], status["commits"]) == ("serving", 3, 2)
+    assert following.weights() == following.loaded()
+
+
+def test_a_new_run_of_the_same_model_is_followed_over_its_anchor(following: Server, tmp_path: Path):
+    publish(following)
+    following.step()
+    shutil.rmtree(following.training.bucket)
+    assert following.step()["state"] == "degraded"
+    other = Training(write_checkpoint(tmp_path / "other", seed=5), following.training.bucket)
+    writer = other.start()
+    other.publish(writer)
+    following.training = other
+    status = following.step()
+    assert (status["state"], status["seq"]) == ("serving", 1)
+    assert following.weights() == following.loaded()
+
+
+def test_a_rewritten_version_and_a_fork_are_refused(following: Server, tmp_path: Path):
+    shutil.copytree(following.training.bucket, tmp_path / "fork")
+    publish(following)
+    following.step()
+    before = following.weights()
+    fork = Training(following.training.base, tmp_path / "fork", seed=9, changed_frac=0.1)
+    writer = fork.start()
+    fork.publish(writer)
+    for name in ("rewrites", "forks"):
+        shutil.rmtree(following.training.bucket)
+        shutil.copytree(fork.bucket, following.training.bucket)
+        status = following.step()
+        assert status["state"] == "degraded", name
+        assert ("versions never change" in status["reason"]) == (name == "rewrites")
+        assert ("two trainers" in status["reason"]) == (name == "forks")
+        fork.publish(writer)
+    assert following.weights() == before
+
+
+# -- verification, acks, stopping -------------------------------------------------------------------------------
+
+
+def test_verification_reads_all_live_weights(following: Server):
+    publish(following)
+    answers = [following.coordinator.verify() for _ in range(2)]
+    assert following.coordinator.wake.is_set()
+    following.step()
+    for answer in answers:
+        result = answer.result(0)
+        assert result["equal"] and result["ranks"] == 2
+        assert result["num_params"] == following.training.table.num_params
+        assert result["tensors"].keys() == following.training.table.keys()
+    following.engine.workers[1].model.flip("o")
+    answer = following.coordinator.verify()
+    following.step()
+    result = answer.result(0)
+    assert not result["equal"] and result["digest"] != result["expected"]
+    assert following.engine.paused
+    status = following.step()
+    assert status["state"] == "serving" and not following.engine.paused
+    assert following.weights() == following.loaded()
+
+
+def test_ranks_that_disagree_about_a_shared_block_are_found(following: Server):
+    following.engine.workers[1].model.flip("norm")
+    answer = following.coordinator.verify()
+    following.step()
+    assert not answer.result(0)["equal"] and "norm.weight" in answer.result(0)["problem"]
+
+
+def test_a_bucket_that_takes_no_acks_holds_nothing_up(following: Server, caplog: pytest.LogCaptureFixture):
+    shutil.rmtree(following.training.bucket / "acks")
+    (following.training.bucket / "acks").write_text("not a folder")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            publish(following)
+            assert following.step()["state"] == "serving"
+    assert sum("cannot report" in record.message for record in caplog.records) == 1
+
+
+def test_no_acks_without_the_setting(tmp_path: Path):
+    server = Server(tmp_path, ack=False)
+    server.training.start()
+    assert server.step()["state"] == "serving"
+    assert not (server.training.bucket / "acks").exists()
+
+
+def test_the_end_of_the_engine_ends_the_step(following: Server, monkeypatch: pytest.MonkeyPatch):
+    def stopped(action: Any) -> Any:
+        raise EngineStopped
+
+    publish(following)
+    monkeypatch.setattr(following.engine, "between_steps", stopped)
+    with pytest.raises(EngineStopped):
+        following.coordinator.step()
+
+
+def test_an_unexpected_error_is_a_reason_and_not_the_end(following: Server, monkeypatch: pytest.MonkeyPatch):
+    def broken() -> Any:
+        raise ZeroDivisionError("in a store")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(following.subscriber, "target", broken)
+        assert "in a store" in following.step()["reason"]
+    assert following.step()["state"] == "serving"
+
+
+def test_remote_methods_never_raise(tmp_path: Path):
+    worker = FakeWorker(write_checkpoint(tmp_path / "base"))
+    for method, args in [("submit", (1, "digest")), ("poll", (1,)), ("commit", ()), ("undo", ()), ("release", ())]:
+        assert "error" in getattr(worker, f"delta_{method}")(*args)
+    assert worker.delta_trace()["problems"] == {}
+    for method, args in [("submit", (1, "no such job")), ("poll", (7,)), ("commit", ()), ("undo", ())]:
+        assert "error" in getattr(worker, f"delta_{method}")(*args)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank writes a plan, takes it back, and says what is there."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fake_server import FakeModel, as_loaded, parameters_of, write_checkpoint
+from training import Training
+
+from delta_wire.checkpoint import Checkpoint
+from delta_wire.digest import Digest, digest_tensor
+from delta_wire.errors import DeltaError, LayoutError, ModelMismatchError
+from vllm_delta import patcher as module
+from vllm_delta.layout import Layout, RankTrace, total
+from vllm_delta.patcher import Patcher
+from vllm_delta.regions import trace
+from vllm_delta.staging import write_staged
+
+
+class Ranks:
+    """All ranks' patchers over freshly loaded models."""
+
+    def __init__(self, folder: Path, ranks: int):
+        checkpoint = Checkpoint(folder)
+        self.table = checkpoint.table()
+        bits = {name: checkpoint.bits(name) for name in self.table}
+        self.models = [as_loaded(bits, rank, ranks) for rank in range(ranks)]
+        traces = [trace(model, self.table) for model in self.models]
+        self.patchers = [Patcher(found, self.table) for found in traces]
+        self.layout = Layout(
+            self.table, [RankTrace([(r.tensor, r.source) for r in found.regions], found.problems) for found in traces]
+        )
+
+    def digest(self) -> Digest:
+        return total(self.layout.combine([patcher.digest() for patcher in self.patchers]))
+
+    def parameters(self) -> list[dict[str, list[int]]]:
+        return [parameters_of(model) for model in self.models]
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Training:
+    return Training(write_checkpoint(tmp_path / "base"), tmp_path / "bucket", changed_frac=0.2)
+
+
+def write_delta(training: Training, path: Path) -> Path:
+    write_staged(path, training.change(), training.table)
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_commit_equals_loading_and_undo_equals_before(training: Training, tmp_path: Path, ranks: int):
+    live = Ranks(training.base, ranks)
+    before, start = live.parameters(), live.digest()
+    assert start == training.digest
+    path = write_delta(training, tmp_path / "delta.safetensors")
+    plans = [patcher.plan_delta(path) for patcher in live.patchers]
+    predicted = [patcher.predict(plan) for patcher, plan in zip(live.patchers, plans, strict=True)]
+    assert live.parameters() == before, "planning wrote to a weight"
+    written = [patcher.commit(plan) for patcher, plan in zip(live.patchers, plans, strict=True)]
+    assert written == predicted
+    assert start + total(live.layout.combine(written)) == live.digest() == training.digest
+    assert live.parameters() == [parameters_of(as_loaded(training.bits, rank, ranks)) for rank in range(ranks)]
+    with pytest.raises(LayoutError, match="already written"):
+        live.patchers[0].commit(plans[0])
+    assert all(patcher.undo(plan) for patcher, plan in zip(live.patchers, plans, strict=True))
+    assert live.parameters() == before and live.digest() == start
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_plan_holds_the_differing_elements_only(training: Training, tmp_path: Path, ranks: int):
+    live = Ranks(training.base, ranks)
+    target = training.digest
+    path = write_delta(training, tmp_path / "delta.safetensors")
+    num_changed = []
+    for patcher in live.patchers:
+        plan = patcher.plan_delta(path)
+        num_changed.append(sum(part.indices.size for part in plan.parts))
+        patcher.commit(plan)
+    assert live.digest() != target
+    for patcher, changed in zip(live.patchers, num_changed, strict=True):
+        plan = patcher.plan_checkpoint(training.base)
+        assert sum(part.indices.size for part in plan.parts) == changed
+        patcher.commit(plan)
+        assert not patcher.plan_checkpoint(training.base).parts
+    assert live.digest() == target
+
+
+def test_all_bit_patterns_survive(tmp_path: Path):
+    """NaN payloads, both zeros, infinities and denormals: values are never compared as numbers."""
+    live = Ranks(write_checkpoint(tmp_path / "base"), 1)
+    special = np.array([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001], dtype=np.uint16)
+    training = Training(tmp_path / "base", tmp_path / "bucket")
+    training.bits["norm.weight"][:] = special
+    from delta_wire.container import write_tensors
+
+    folder = tmp_path / "special"
+    folder.mkdir()
+    write_tensors(
+        folder / "model.safetensors",
+        {n: ("BF16", training.table[n].shape, b.reshape(training.table[n].shape)) for n, b in training.bits.items()},
+        {"format": "pt"},
+    )
+    live.patchers[0].commit(live.patchers[0].plan_checkpoint(folder))
+    assert live.models[0].norm.view(torch.int16).numpy().view(np.uint16).tolist() == special.tolist()
+    assert live.digest() == Checkpoint(folder).digest()
+
+
+@pytest.mark.parametrize("broken", ["gather", "scatter"])
+@pytest.mark.parametrize("calls", [0, 1, 5, 11])
+def test_undo_after_a_commit_that_broke_anywhere(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, calls: int
+):
+    live = Ranks(training.base, 1)
+    before = live.parameters()
+    plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
+    real: Callable = getattr(module.kernels, broken)
+    left = [calls]
+
+    def fail_later(*args):
+        if left[0] == 0:
+            raise RuntimeError("the device is gone")
+        left[0] -= 1
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.kernels, broken, fail_later)
+        try:
+            live.patchers[0].commit(plan)
+        except RuntimeError:
+            pass
+        else:
+            assert broken == "scatter" and calls > len(plan.parts)
+    assert live.patchers[0].undo(plan)
+    assert live.parameters() == before
+
+
+def test_undo_says_when_bits_are_not_back(training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    live = Ranks(training.base, 1)
+    plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
+    live.patchers[0].commit(plan)
+    monkeypatch.setattr(module.kernels, "scatter", lambda *args: None)
+    assert not live.patchers[0].undo(plan)
+
+
+def test_samples_find_other_weights(training: Training):
+    live = Ranks(training.base, 1)
+    assert live.patchers[0].sample(training.base) == {}
+    live.models[0].gate_up.data[0].neg_()
+    assert list(live.patchers[0].sample(training.base)) == ["gate.weight"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(training: Training, tmp_path: Path):
+    from delta_wire.container import write_tensors
+
+    folder = tmp_path / "other"
+    folder.mkdir()
+    write_tensors(folder / "model.safetensors", {"x": ("BF16", (2,), np.zeros(2, np.uint16))}, {})
+    with pytest.raises(ModelMismatchError, match=r"norm\.weight"):
+        Ranks(training.base, 1).patchers[0].plan_checkpoint(folder)
+
+
+def test_a_torn_file_is_refused_before_anything_is_planned(training: Training, tmp_path: Path):
+    live = Ranks(training.base, 1)
+    path = write_delta(training, tmp_path / "delta.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DeltaError, match=r"delta\.safetensors"):
+        live.patchers[0].plan_delta(path)
+
+
+def test_large_and_deep_blocks_are_cut(monkeypatch: pytest.MonkeyPatch):
+    """The same digest whatever the size of a piece and the number of axes."""
+    from vllm_delta.blocks import Block
+    from vllm_delta.patcher import _slices
+    from vllm_delta.regions import Region, Trace
+
+    bits = torch.arange(2 * 3 * 4 * 5, dtype=torch.int16)
+    axes = Block(0, (2, 3, 4, 5), (60, 20, 5, 1))
+    region = Region("t", "p", 0, axes, axes)
+    for max_dims, max_elements in [(3, 1 << 26), (3, 7), (1, 3), (2, 1)]:
+        pieces = list(_slices(region, max_dims, max_elements))
+        assert sum(source.num_elements for source, _ in pieces) == 120
+        assert all(len(s.sizes) <= max_dims and s.num_elements <= max(max_elements, 1) for s, _ in pieces)
+    table = {"t": None}
+    found = Patcher(Trace([region], [bits], {}), table).digest()[0]  # type: ignore[arg-type]
+    assert Digest(*found) == digest_tensor("t", bits.numpy().view(np.uint16))
+
+
+def test_a_refused_trace_makes_no_patcher(training: Training):
+    class Wrong(FakeModel):
+        def load(self, name: str, tensor: torch.Tensor) -> None:
+            super().load(name, tensor.clone())
+
+    with pytest.raises(LayoutError, match="10 tensors"):
+        Patcher(trace(Wrong(), training.table), training.table)
