@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which version counts as served, and what rollouts are labelled with."""
+
+import logging
+import time
+
+import pytest
+
+from delta_wire.acks import Ack
+from delta_wire.digest import Digest
+from delta_wire.errors import StoreUnavailableError
+from delta_wire.manifest import VersionId
+from trl_delta.acks import AckWatcher, RolloutLabels
+
+RUN = "abc123"
+
+
+class FakePublisher:
+    """Versions 0 to `durable_seq`; version `n` has digest `n` and the weights of step `10 n`."""
+
+    def __init__(self, durable_seq: int):
+        self.durable_seq = durable_seq
+        self.since_s = time.monotonic()
+        self.writer = type("Writer", (), {"version": VersionId(RUN, 1, 0)})()
+
+    def digest_of(self, seq: int) -> Digest | None:
+        return Digest(seq, seq) if seq <= self.durable_seq else None
+
+    def step_of(self, seq: int) -> int | None:
+        return 10 * seq if seq <= self.durable_seq else None
+
+    def durable_since_s(self, seq: int) -> float:
+        return self.since_s
+
+
+def ack(server: str, seq: int | None, *, run: str = RUN, digest: Digest | None = None, state="serving") -> Ack:
+    version = None if seq is None else VersionId(run, 1, seq)
+    digest = digest or (None if seq is None else Digest(seq, seq))
+    return Ack(server, version, digest, state, None, 1.5, 1000.0)
+
+
+class Servers:
+    """The acknowledgements in a bucket, and a watcher that looks only when told to."""
+
+    def __init__(self, durable_seq: int = 9, **settings):
+        self.acks: list[Ack] = []
+        self.publisher = FakePublisher(durable_seq)
+        self.watcher = AckWatcher(self._read, self.publisher, poll_s=3600, **settings)  # pyright: ignore
+
+    def _read(self) -> list[Ack]:
+        return self.acks
+
+    def say(self, *acks: Ack) -> int | None:
+        self.acks = list(acks)
+        self.watcher.poll()
+        return self.watcher.seq
+
+
+@pytest.fixture
+def make_servers():
+    made: list[Servers] = []
+
+    def make(**settings) -> Servers:
+        made.append(Servers(**settings))
+        return made[-1]
+
+    yield make
+    for servers in made:
+        servers.watcher.close()
+
+
+def test_without_a_server_nothing_is_acknowledged(make_servers):
+    servers = make_servers()
+    assert servers.say() is None
+    assert servers.watcher.step is None
+
+
+def test_a_server_that_advances_carries_the_step(make_servers):
+    servers = make_servers()
+    assert servers.say(ack("a", 0)) == 0
+    assert servers.watcher.step == 0
+    assert servers.say(ack("a", 4)) == 4
+    assert servers.watcher.step == 40
+    assert servers.watcher.servers["a"].pause_ms == 1.5
+    assert [entry.version.seq for entry in servers.watcher.history] == [0, 4]
+
+
+def test_the_slowest_server_decides(make_servers):
+    servers = make_servers()
+    assert servers.say(ack("a", 4), ack("b", 2)) == 2
+    assert servers.say(ack("a", 4), ack("b", 5)) == 4
+
+
+def test_fewer_servers_than_expected_acknowledge_nothing(make_servers):
+    servers = make_servers(expected_servers=2)
+    assert servers.say(ack("a", 4)) is None
+    assert servers.say(ack("a", 4), ack("b", 3)) == 3
+
+
+def test_a_degraded_server_counts_with_what_it_serves(make_servers):
+    servers = make_servers()
+    assert servers.say(ack("a", 3, state="degraded")) == 3
+    assert servers.say(ack("a", None, state="degraded")) == 3
+
+
+def test_a_server_that_falls_back_takes_the_acknowledgement_back(make_servers):
+    servers = make_servers()
+    assert servers.say(ack("a", 4)) == 4
+    assert servers.say(ack("a", 0)) == 0
+
+
+def test_servers_of_another_run_do_not_count(make_servers):
+    assert make_servers().say(ack("a", 4, run="other")) is None
+
+
+def test_a_wrong_digest_does_not_count_and_is_told_once(make_servers, caplog):
+    servers = make_servers()
+    for _ in range(3):
+        assert servers.say(ack("a", 4, digest=Digest(1, 2))) is None
+    assert [record.levelno for record in caplog.records].count(logging.WARNING) == 1
+    assert "server a says that it serves version" in caplog.text
+    assert servers.say(ack("a", 4)) == 4
+
+
+def test_a_silent_server_is_left_out_until_it_speaks_again(make_servers, caplog):
+    servers = make_servers(server_timeout_s=0.05)
+    assert servers.say(ack("a", 9), ack("b", 2)) == 2
+    time.sleep(0.1)
+    assert servers.say(ack("a", 9), ack("b", 2)) == 9
+    assert servers.say(ack("a", 9), ack("b", 2)) == 9
+    assert "server b still serves version 2" in caplog.text
+    assert len(caplog.records) == 1
+    assert servers.say(ack("a", 9), ack("b", 3)) == 3
+
+
+def test_a_server_at_the_newest_version_may_be_silent_for_ever(make_servers):
+    servers = make_servers(server_timeout_s=0.01)
+    assert servers.say(ack("a", 9)) == 9
+    time.sleep(0.05)
+    assert servers.say(ack("a", 9)) == 9
+
+
+def test_a_bucket_out_of_reach_leaves_everything_as_it_was(make_servers):
+    servers = make_servers()
+    assert servers.say(ack("a", 4)) == 4
+
+    def fail() -> list[Ack]:
+        raise StoreUnavailableError("gone")
+
+    servers.watcher._read_acks = fail
+    servers.watcher.poll()
+    assert servers.watcher.seq == 4
+
+
+def test_the_thread_polls_by_itself_and_wait_for_returns():
+    acks: list[Ack] = []
+    watcher = AckWatcher(lambda: acks, FakePublisher(9), poll_s=0.01)  # pyright: ignore[reportArgumentType]
+    try:
+        assert not watcher.wait_for(3, 0.05)
+        acks.append(ack("a", 3))
+        assert watcher.wait_for(3, 10)
+    finally:
+        watcher.close()
+
+
+def test_labels_follow_the_acknowledged_weights_and_not_the_sync():
+    told: list[int] = []
+    step = 0
+    labels = RolloutLabels(told.append, lambda: step)
+    labels.announce(1)
+    assert told == []
+    labels.acknowledged(0)
+    assert told == [1]
+    for step in (1, 2, 3):
+        labels.announce(step + 1)
+    labels.acknowledged(0)
+    assert told == [1]
+    labels.acknowledged(2)
+    assert told == [1, 3]
+    labels.acknowledged(3)
+    assert told == [1, 3, 4]
+
+
+def test_labels_with_sparse_syncs_never_claim_weights_that_are_not_served():
+    told: list[int] = []
+    step = 0
+    labels = RolloutLabels(told.append, lambda: step)
+    labels.announce(1)
+    step = 4
+    labels.announce(2)
+    step = 8
+    labels.announce(3)
+    labels.acknowledged(3)
+    assert told == [1]
+    labels.acknowledged(7)
+    assert told == [1, 2]
+
+
+def test_labels_go_back_when_a_server_goes_back():
+    told: list[int] = []
+    step = 0
+    labels = RolloutLabels(told.append, lambda: step)
+    for step in (0, 1, 2):
+        labels.announce(step + 1)
+    labels.acknowledged(2)
+    labels.acknowledged(0)
+    assert told == [3, 1]
+
+
+def test_the_watcher_feeds_the_labels(make_servers):
+    servers = make_servers()
+    told: list[int] = []
+    labels = RolloutLabels(told.append, lambda: 40)
+    labels.announce(5)
+    servers.watcher.add_listener(labels.acknowledged)
+    servers.say(ack("a", 3))
+    assert told == []
+    servers.say(ack("a", 4))
+    assert told == [5]
