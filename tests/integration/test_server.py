@@ -115,7 +115,7 @@ def name_an_unknown_tensor(forgery: Forgery) -> str:
     def edit(tensors: dict[str, Any]) -> None:
         name = min(name for name in tensors if name.endswith(".indices")).removesuffix(".indices")
         for part in ("indices", "values"):
-            tensors[f"ghost.weight.{part}"] = tensors[f"{name}.{part}"]
+            tensors[f"ghost.weight.{part}"] = tensors[f"{name}.{part}"].clone()
 
     forgery.rewrite_delta(edited(edit))
     return "ghost.weight"
