@@ -120,12 +120,15 @@ class AckWatcher:
         with self._advanced:
             for ack in acks:
                 self._note(ack)
-            self._seq = self._acknowledged()
-            self._advanced.notify_all()
-        step = self.step
+            seq = self._acknowledged()
+        step = None if seq is None else self._publisher.step_of(seq)
         if step is not None:
             for listener in self._listeners:
                 listener(step)
+        # last, so that whoever waits for a version finds that the listeners know of it
+        with self._advanced:
+            self._seq = seq
+            self._advanced.notify_all()
 
     def _note(self, ack: Ack) -> None:
         if ack.version is None or ack.version.run != self._run:
@@ -198,17 +201,26 @@ class RolloutLabels:
         self._current_step = current_step
         self._lock = threading.Lock()
         self._announced: deque[tuple[int, int]] = deque(maxlen=_MAX_LABELS)
+        self._acknowledged: int | None = None
         self._forwarded: int | None = None
 
     def announce(self, model_version: int) -> None:
         """Stands in for the worker's `update_model_version`; called by the training thread."""
         with self._lock:
             self._announced.append((self._current_step(), model_version))
+            self._update()
 
     def acknowledged(self, step: int) -> None:
         """All servers serve the weights of `step`; called by the watcher. Goes back when a server does."""
         with self._lock:
-            version = next((label for at, label in reversed(self._announced) if at <= step), None)
-            if version is not None and version != self._forwarded:
-                self._forwarded = version
-                self._forward(version)
+            self._acknowledged = step
+            self._update()
+
+    def _update(self) -> None:
+        served = self._acknowledged
+        if served is None:
+            return
+        version = next((label for step, label in reversed(self._announced) if step <= served), None)
+        if version is not None and version != self._forwarded:
+            self._forwarded = version
+            self._forward(version)

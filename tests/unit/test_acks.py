@@ -173,12 +173,21 @@ def test_labels_follow_the_acknowledged_weights_and_not_the_sync():
     assert told == [1]
     for step in (1, 2, 3):
         labels.announce(step + 1)
+    assert told == [1]
     labels.acknowledged(0)
     assert told == [1]
     labels.acknowledged(2)
     assert told == [1, 3]
     labels.acknowledged(3)
     assert told == [1, 3, 4]
+
+
+def test_a_number_whose_weights_are_served_already_is_passed_on_at_once():
+    told: list[int] = []
+    labels = RolloutLabels(told.append, lambda: 3)
+    labels.acknowledged(3)
+    labels.announce(4)
+    assert told == [4]
 
 
 def test_labels_with_sparse_syncs_never_claim_weights_that_are_not_served():

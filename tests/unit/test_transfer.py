@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's real AsyncGRPOTrainer with a stub for the rollouts: nothing but the bucket carries weights, labels tell the
+truth."""
+
+import queue
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from delta_wire.acks import Ack
+from delta_wire.bucket import BucketReader
+from delta_wire.digest import Digest
+from delta_wire.errors import SetupError, StoreError
+from delta_wire.replay import materialise
+from delta_wire.stores import open_store
+from trl_delta import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, attach
+from trl_delta.detector import tensor_digests
+
+STEPS = 4
+
+
+class StubWorker:
+    """Makes up rollouts as fast as they are taken, stamped with the number it was told last."""
+
+    def __init__(self):
+        self.rollout_buffer: queue.Queue = queue.Queue(maxsize=4)
+        self.metrics_queue: queue.Queue = queue.Queue()
+        self.model_version = 0
+        self.told: list[int] = []
+        self.started_at_version: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def update_model_version(self, model_version: int) -> None:
+        self.told.append(model_version)
+        self.model_version = model_version
+
+    def start(self) -> None:
+        self.started_at_version = self.model_version
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def check_health(self, stale_after_s: float) -> None:
+        pass
+
+    def _run(self) -> None:
+        rng = np.random.default_rng(0)
+        group = 0
+        while not self._stop.is_set():
+            for advantage in (1.0, -1.0):
+                ids = rng.integers(4, 500, 12)
+                sample = RolloutSample(
+                    prompt=[{"role": "user", "content": "?"}],
+                    completion=[{"role": "assistant", "content": "!"}],
+                    input_ids=ids,
+                    completion_mask=np.array([0] * 6 + [1] * 6),
+                    old_log_probs=np.full(12, -6.0, dtype=np.float32),
+                    advantage=advantage,
+                    model_version=self.model_version,
+                    group_id=group,
+                    metrics={"reward": advantage},
+                )
+                while not self._stop.is_set():
+                    try:
+                        self.rollout_buffer.put(sample, timeout=0.05)
+                        break
+                    except queue.Full:
+                        continue
+            group += 1
+
+
+class Acker(threading.Thread):
+    """A server that serves each new version `delay_s` after it sees it."""
+
+    def __init__(self, bucket: Path, delay_s: float):
+        super().__init__(daemon=True)
+        self.bucket = bucket
+        self.delay_s = delay_s
+        self.steps: list[int] = []
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        served = None
+        while not self.stop.wait(0.02):
+            try:
+                reader = BucketReader(open_store(self.bucket))
+                latest = reader.latest()
+                if latest is None or latest.version == served:
+                    continue
+                time.sleep(self.delay_s)
+                served = latest.version
+                self.steps.append(latest.step or 0)
+                reader.write_ack(Ack("server", served, latest.digest, "serving", None, 1.0, time.time()))
+            except StoreError:
+                continue
+
+
+class Watch(TrainerCallback):
+    """Notes digests of the live weights and the log lines."""
+
+    def __init__(self):
+        self.digests: dict[int, Digest] = {}
+        self.lines: list[dict] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        from trl_delta.names import live_tensors
+
+        self.digests[state.global_step] = sum(tensor_digests(live_tensors(kwargs["model"])).values(), Digest())
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.lines.append(dict(logs or {}))
+
+
+@pytest.fixture
+def make_trainer(tiny_model, tmp_path):
+    from trl.experimental.async_grpo.packing import register_tree_attention
+
+    from trl_delta.cpu import cpu_training
+
+    def make(*callbacks: TrainerCallback, **settings) -> AsyncGRPOTrainer:
+        args = AsyncGRPOConfig(
+            output_dir=str(tmp_path / "trainer"),
+            max_steps=STEPS,
+            per_device_train_batch_size=4,
+            num_generations=2,
+            token_budget=0,
+            learning_rate=1e-5,
+            max_staleness=100,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            **settings,
+        )
+        from datasets import Dataset
+
+        with cpu_training():
+            return AsyncGRPOTrainer(
+                model=str(tiny_model("qwen3")),
+                args=args,
+                train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "?"}]}]),
+                processing_class=AutoTokenizer.from_pretrained(tiny_model("qwen3")),
+                callbacks=list(callbacks),
+                rollout_worker=StubWorker(),
+            )
+
+    yield make
+    register_tree_attention()
+
+
+@pytest.fixture
+def acker(tmp_path):
+    thread = Acker(tmp_path / "bucket", delay_s=0.1)
+    thread.start()
+    yield thread
+    thread.stop.set()
+
+
+def test_training_publishes_every_step_and_labels_what_is_served(make_trainer, acker, tmp_path):
+    watch = Watch()
+    trainer = make_trainer(watch)
+    bucket = str(tmp_path / "bucket")
+    callback = attach(trainer, bucket, DeltaSyncConfig(delta_sync_ack_poll_s=0.02))
+    worker = trainer.rollout_worker
+    truthful: list[bool] = []
+    forward = worker.told.append
+
+    class Told(list):
+        def append(self, label: int) -> None:
+            # TRL's label n stands for the weights of step n - 1 here; they must have been served before
+            truthful.append(any(step >= label - 1 for step in acker.steps))
+            forward(label)
+
+    worker.told = Told()
+    trainer.train()
+    session = callback.session
+    assert trainer.state.global_step == STEPS
+    assert isinstance(trainer.weight_transfer, DeltaWeightTransfer)
+    assert trainer.model_version == STEPS + 1
+    # the first rollout is made after the server has acknowledged the base
+    assert worker.started_at_version == 1
+    assert truthful
+    assert all(truthful)
+    reader = BucketReader(open_store(bucket))
+    latest = reader.latest()
+    assert latest is not None
+    assert latest.step == STEPS
+    for manifest in reader.walk(latest):
+        if manifest.step:
+            assert manifest.digest == watch.digests[manifest.step]
+    expected = tensor_digests(session.live())
+    assert latest.digest == sum(expected.values(), Digest())
+    with materialise(reader, latest) as state:
+        assert state.digest == latest.digest
+    steps = [line for line in watch.lines if "loss" in line]
+    assert len(steps) == STEPS
+    assert all("delta/changed_frac" in line and "delta/served_version" in line for line in steps)
+
+
+def test_labels_do_not_move_while_no_server_serves_the_weights(make_trainer, tmp_path):
+    trainer = make_trainer()
+    attach(trainer, str(tmp_path / "bucket"), DeltaSyncConfig(delta_sync_start_timeout_s=0))
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    assert trainer.model_version == STEPS + 1
+    assert trainer.rollout_worker.told == []
+
+
+def test_sparse_syncs_are_labelled_with_the_weights_they_stand_for(make_trainer, acker, tmp_path):
+    trainer = make_trainer(weight_sync_steps=2)
+    attach(trainer, str(tmp_path / "bucket"), DeltaSyncConfig(delta_sync_ack_poll_s=0.02))
+    trainer.train()
+    assert trainer.model_version == 1 + STEPS // 2
+    assert BucketReader(open_store(tmp_path / "bucket")).latest().step == STEPS
+    assert trainer.rollout_worker.told[0] == 1
+
+
+def test_a_start_without_a_server_is_refused_with_what_to_start(make_trainer, tmp_path):
+    trainer = make_trainer()
+    attach(trainer, str(tmp_path / "bucket"), DeltaSyncConfig(delta_sync_start_timeout_s=0.2))
+    with pytest.raises(
+        SetupError, match=r"expected 1 server.*found none.*vllm_delta\.DeltaWorkerExtension"
+    ) as refused:
+        trainer.train()
+    assert str(tmp_path / "bucket") in str(refused.value)
+    assert trainer.rollout_worker.started_at_version is None
+
+
+def test_weights_are_left_where_they_are_unless_other_processes_gather_them():
+    taken: list[str] = []
+
+    def stream():
+        for name in ("a", "b"):
+            taken.append(name)
+            yield name, torch.zeros(1)
+
+    session = DeltaSyncCallback("memory:unused").session
+    DeltaWeightTransfer(session, 1).send_weights(stream())
+    assert taken == []
+    DeltaWeightTransfer(session, 2).send_weights(stream())
+    assert taken == ["a", "b"]
+
+
+def test_attaching_twice_or_beside_a_callback_is_refused(make_trainer, tmp_path):
+    trainer = make_trainer()
+    attach(trainer, str(tmp_path / "bucket"))
+    with pytest.raises(SetupError, match="attached already"):
+        attach(trainer, str(tmp_path / "bucket"))
+    other = make_trainer(DeltaSyncCallback(str(tmp_path / "bucket")))
+    with pytest.raises(SetupError, match="has a DeltaSyncCallback already"):
+        attach(other, str(tmp_path / "bucket"))
+
+
+def test_other_trainers_are_refused_with_the_way_that_works(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    trainer = Trainer(model=model, args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]))
+    with pytest.raises(SetupError, match=r"callbacks=\[DeltaSyncCallback"):
+        attach(trainer, str(tmp_path / "bucket"))
+
+
+def test_a_callback_moved_behind_the_first_sync_is_refused(make_trainer, tmp_path):
+    trainer = make_trainer()
+    callback = attach(trainer, str(tmp_path / "bucket"))
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.remove(callback)
+    callbacks.append(callback)
+    with pytest.raises(SetupError, match=r"Call attach\(\) last"):
+        trainer.train()
+
+
+def test_attach_without_a_bucket_leaves_the_trainer_as_it_was(make_trainer):
+    trainer = make_trainer()
+    before = (list(trainer.callback_handler.callbacks), trainer.weight_transfer)
+    with pytest.raises(SetupError, match="has no bucket"):
+        attach(trainer)
+    assert (trainer.callback_handler.callbacks, trainer.weight_transfer) == before
