@@ -227,33 +227,40 @@ def verify(reader: BucketReader, base_folder: Path | None = None) -> Iterator[Ch
     with tempfile.TemporaryDirectory(prefix="delta-wire-") as folder:
         for number, manifest in enumerate(replayed):
             checks: list[str] = []
-            reason = None
-            try:
-                before = state
-                state = None
-                if before is not None and manifest.delta is not None:
+            reasons: list[str] = []
+            before, state = state, None
+            if before is not None and manifest.delta is not None:
+                with _noting(reasons):
                     before.apply(manifest)
-                    checks.append("delta")
                     state = before
-                if manifest.anchor is not None:
+                    checks.append("delta")
+            if manifest.anchor is not None:
+                with _noting(reasons):
                     state = State(reader, manifest, Path(folder), base_folder if number == 0 else None)
                     # mapped by now; a run may hold more anchors than the disk has room for
                     shutil.rmtree(Path(folder) / _anchor_folder(manifest), ignore_errors=True)
                     checks.append("anchor")
-                if state is None:
-                    reason = f"version {manifest.version} follows a version that failed, so it cannot be proven"
-                elif manifest is latest:
+            if state is None and not reasons:
+                reasons.append(f"version {manifest.version} follows a version that failed, so it cannot be proven")
+            if state is not None and manifest is latest:
+                with _noting(reasons):
                     _prove(state)
                     checks.append("state")
-            except ObjectNotFoundError as error:
-                reason = str(error)
-            except StoreError:
-                raise
-            except DeltaError as error:
-                reason = str(error)
-            if reason is not None:
-                state = None
+            reason = reasons[0] if reasons else None
             yield Check(manifest.version.seq, str(manifest.version), reason is None, tuple(checks), reason)
+
+
+@contextmanager
+def _noting(reasons: list[str]) -> Iterator[None]:
+    """Note what is wrong with the bucket and go on; a bucket that cannot be read at all is no finding."""
+    try:
+        yield
+    except StoreError as error:
+        if not isinstance(error, ObjectNotFoundError):
+            raise
+        reasons.append(str(error))
+    except DeltaError as error:
+        reasons.append(str(error))
 
 
 def _anchor_folder(manifest: Manifest) -> str:

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from delta_wire.begin import pointer_bytes
 from delta_wire.bucket import BucketReader, BucketWriter
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest
@@ -341,6 +342,69 @@ def test_a_start_that_fails_at_any_call_can_be_repeated(run, after):
     assert number > 4
 
 
+def test_an_answer_lost_below_the_store_is_no_conflict(run):
+    """A store that repeats a create-only write by itself meets its own object."""
+
+    class Repeating(FaultyStore):
+        def __getattr__(self, name):
+            call = super().__getattr__(name)
+            if name != "put":
+                return call
+
+            def put(key, data, *, create_only=False):
+                if create_only:
+                    call(key, data, create_only=True)
+                call(key, data, create_only=create_only)
+
+            return put
+
+    run.writer.store = Repeating(run.store)
+    run.publish()
+    assert same(replay(run), run.bits)
+
+
+def test_a_number_that_another_trainer_took_meanwhile(run):
+    delta, digest = run.next_delta()
+    store = FaultyStore(run.store)
+    # before the manifest is written
+    store.fail_at = 3
+    run.writer.store = store
+    with pytest.raises(StoreUnavailableError):
+        run.writer.publish(delta, digest=digest, step=1, encoding="plain")
+    foreign = run.reader().latest().to_bytes().replace(b'"seq":0', b'"seq":1')
+    run.store.put(manifest_key(1), foreign)
+    with pytest.raises(WriterConflictError, match=r"000000000001\.json was written by another trainer"):
+        run.writer.publish(delta, digest=digest, step=1, encoding="plain")
+    assert run.reader().latest().version.seq == 0 and run.store.get(manifest_key(1), 1 << 20) == foreign
+
+
+def test_an_unfinished_start_of_other_weights_is_not_taken_over(run, tools):
+    run.store.delete(["LATEST"])
+    with pytest.raises(BaseMismatchError, match="unfinished start of run"):
+        BucketWriter.start(run.store, table=run.table, digest=Digest(1, 1), reference=str(run.base))
+    other = TensorTable([TensorSpec("other", (3,))])
+    with pytest.raises(ModelMismatchError, match="unfinished start"):
+        BucketWriter.start(run.store, table=other, digest=run.base_digest, reference=str(run.base))
+    assert not run.store.exists("LATEST")
+    run.writer = run.start()
+    run.publish()
+    assert same(replay(run), run.bits)
+
+
+def test_an_unseen_manifest_of_another_branch_is_not_finished(run):
+    run.publish()
+    _, digest = run.next_delta()
+    stray = rewrite(run, 1, version__seq=2, digest=str(digest), parent__manifest_sha256="0" * 64, parent__seq=1)
+    assert stray.version.seq == 2
+    raw = stray.to_bytes()
+    run.store.put(manifest_key(1), run.writer._head.to_bytes())
+    run.store.put(manifest_key(2), raw)
+    run.store.put("LATEST", pointer_bytes(run.writer._head))
+    with pytest.raises(BaseMismatchError):
+        run.start()
+    assert run.reader().latest().version.seq == 1
+
+
 def test_a_trainer_that_died_before_the_pointer_is_continued(run):
     run.publish()
     delta, digest = run.next_delta()
@@ -450,6 +514,26 @@ def test_torn_pointers_are_named(run, raw):
     run.store.put("LATEST", raw)
     with pytest.raises(FormatError, match="LATEST"):
         run.reader().latest()
+
+
+def test_a_pointer_that_lies_about_its_manifest(run):
+    manifest = run.publish().manifest
+    ref = ObjectRef(manifest_key(1), len(manifest.to_bytes()), manifest.sha256)
+    reader = run.reader()
+    assert reader.latest() == manifest
+    run.store.put("LATEST", Pointer(dataclasses.replace(manifest.version, epoch=7), ref).to_bytes())
+    for asked in (reader, run.reader()):
+        with pytest.raises(FormatError, match=r"LATEST: names version \w+-7-1, its manifest is of \w+-1-1"):
+            asked.latest()
+    run.store.put("LATEST", Pointer(manifest.version, dataclasses.replace(ref, size_bytes=5)).to_bytes())
+    with pytest.raises(FormatError, match=r"LATEST: the size of versions/000000000001\.json is not 5"):
+        reader.latest()
+    # another number with the hash of a manifest that is known already
+    run.store.put(manifest_key(2), manifest.to_bytes())
+    version = dataclasses.replace(manifest.version, seq=2)
+    run.store.put("LATEST", Pointer(version, dataclasses.replace(ref, key=manifest_key(2))).to_bytes())
+    with pytest.raises(FormatError, match=r"000000000002\.json: expected version 2, found"):
+        reader.latest()
 
 
 def test_a_manifest_that_is_missing_late_or_swapped(run):

@@ -239,11 +239,39 @@ def test_verify_goes_on_from_a_later_anchor(run, tmp_path):
         (2, True, ("delta", "anchor")),
         (3, True, ("delta", "state")),
     ]
+    # an anchor that is not what it says is a fault of its version, not of those the deltas prove
+    (anchor / "model.safetensors").rename(anchor / "away")
+    checks = list(verify(run.reader()))
+    assert [check.ok for check in checks] == [True, True, False, True] and str(anchor) in checks[2].reason
+    (anchor / "away").rename(anchor / "model.safetensors")
+    key = run.reader().manifest(2).delta.objects[0].key
+    raw = run.store.get(key, 1 << 20)
+    flip(run.store, key)
+    checks = list(verify(run.reader()))
+    assert [check.ok for check in checks] == [True, True, False, True] and key in checks[2].reason
+    run.store.put(key, raw)
     key = run.reader().manifest(1).delta.objects[0].key
     flip(run.store, key)
     assert [check.ok for check in verify(run.reader())] == [True, False, True, True]
     run.store.delete([manifest_key(0), manifest_key(1), key])
     assert [(seq, ok) for seq, ok, _ in results(run)] == [(2, True), (3, True)]
+
+
+def test_verify_recomputes_the_last_state_in_full(run, monkeypatch):
+    """What the digest updates cannot see: bits that changed in memory beside the delta."""
+    from delta_wire.replay import State
+
+    run.publish()
+    apply = State.apply
+
+    def careless(self, manifest):
+        delta = apply(self, manifest)
+        self.bits("embed.weight")[0, 0] ^= 1
+        return delta
+
+    monkeypatch.setattr(State, "apply", careless)
+    checks = list(verify(run.reader()))
+    assert [check.ok for check in checks] == [True, False] and "recomputed in full" in checks[1].reason
 
 
 def test_verify_uploaded_anchors(run, tmp_path):

@@ -89,6 +89,7 @@ def test_require_same_names_every_kind_of_difference():
         (part(indices=(0, 1, 2)), "one value per index"),
         (part(index_dtype=np.int16), "int32 or int64"),
         (TensorDelta("w", np.array([0], np.int32), np.array([0], np.int16)), "int32 or int64"),
+        (TensorDelta("w", np.array([[0]], np.int32), np.array([[0]], np.uint16)), "one value per index"),
     ],
 )
 def test_check_part_names_the_position(bad, message):
