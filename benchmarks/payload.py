@@ -5,9 +5,9 @@
 
 A trace is a safetensors file with `old.<name>`, `index.<name>` and `new.<name>`; `--sweep` adds synthetic updates in
 steady state at densities from 0.01 % to 60 %. Every encoding is decoded and compared before it is reported. Sizes are
-those of complete files, headers included; times include writing and reading the file on a local disk, for the others
-as well. `floor_ratio` is the file against the floor: binary entropy of the positions per tensor plus order-0 entropy
-of the step, for `context` both given the exponent of the old value.
+those of complete files, headers included; times are those of the coding in memory, for `plain`, which is hardly more
+than a file, those of writing and reading it. `floor_ratio` is the file against the floor: binary entropy of the
+positions per tensor plus order-0 entropy of the step, for `context` both given the exponent of the old value.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import zstandard
 from traces import Update, context_floor_bytes, floor_bytes, load, steps, synthetic
 
 from delta_wire import encodings
+from delta_wire.encodings import context, packed
 from delta_wire.state import TensorDelta, resolve
 
 DENSITIES = [0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.6]
@@ -65,6 +66,12 @@ def measure_encoding(update: Update, name: str, folder: Path, floor: float, repe
     decode_s, decoded = best(lambda: encoding.decode(path, update.table, str(path), old_bits), repeats)
     check_same(update, decoded)
     total_bytes = path.stat().st_size
+    if name != "plain":
+        # the coding alone, as for the others
+        code = packed if name == "packed" else context
+        extra = () if name == "packed" else (old_bits,)
+        encode_s, blobs = best(lambda: code.encode(update.delta, update.table, *extra), repeats)
+        decode_s, _ = best(lambda: code.decode(blobs, update.table, name, *extra), repeats)
     return {
         "bytes_per_changed": total_bytes / update.num_changed,
         "total_bytes": total_bytes,
@@ -75,30 +82,14 @@ def measure_encoding(update: Update, name: str, folder: Path, floor: float, repe
     }
 
 
-def measure_zstd_raw(update: Update, folder: Path, repeats: int) -> dict[str, Any]:
+def measure_zstd_raw(update: Update, repeats: int) -> dict[str, Any]:
     """zstd level 1 over each tensor's raw indices and values."""
     compressor, decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
     arrays = [array for part in update.delta.values() for array in (part.indices, part.new)]
-    path = folder / "zstd"
-
-    def encode() -> list[int]:
-        blobs = [compressor.compress(array) for array in arrays]
-        path.write_bytes(b"".join(blobs))
-        return [len(blob) for blob in blobs]
-
-    encode_s, sizes = best(encode, repeats)
-    bounds = np.concatenate([[0], np.cumsum(sizes)])
-
-    def decode() -> list[np.ndarray]:
-        raw = memoryview(path.read_bytes())
-        return [
-            np.frombuffer(decompressor.decompress(raw[a:b]), dtype=array.dtype)
-            for array, a, b in zip(arrays, bounds[:-1], bounds[1:], strict=True)
-        ]
-
-    decode_s, decoded = best(decode, repeats)
-    assert all(np.array_equal(a, b) for a, b in zip(arrays, decoded, strict=True))
-    return _other(update, sum(sizes), encode_s, decode_s)
+    encode_s, blobs = best(lambda: [compressor.compress(array) for array in arrays], repeats)
+    decode_s, decoded = best(lambda: [decompressor.decompress(blob) for blob in blobs], repeats)
+    assert all(array.tobytes() == raw for array, raw in zip(arrays, decoded, strict=True))
+    return _other(update, sum(len(blob) for blob in blobs), encode_s, decode_s)
 
 
 def xor_planes(update: Update) -> int:
@@ -137,7 +128,7 @@ def measure(update: Update, repeats: int) -> dict[str, Any]:
             "blog_int32_bf16": _other(update, 6 * update.num_changed),
             "gap16_bf16": _other(update, gaps_16(update)),
             "gap_xor_planes_zstd1": _other(update, xor_planes(update)),
-            "raw_zstd1": measure_zstd_raw(update, Path(folder), repeats),
+            "raw_zstd1": measure_zstd_raw(update, repeats),
         }
     return {
         "input": update.name,

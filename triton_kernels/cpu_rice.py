@@ -27,8 +27,24 @@ def _count_trailing_zeros(typing_context, word):
     return types.uint64(types.uint64), codegen
 
 
-# index of the lowest set bit of a non-zero uint64
+def _count_leading_zeros(typing_context, word):
+    def codegen(context, builder, signature, args):
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), codegen
+
+
+def _population(typing_context, word):
+    def codegen(context, builder, signature, args):
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), codegen
+
+
+_count_ones: Any = intrinsic(_population)
+# index of the lowest set bit, and 63 minus that of the highest one, of a non-zero uint64
 _trailing_zeros: Any = intrinsic(_count_trailing_zeros)
+_leading_zeros: Any = intrinsic(_count_leading_zeros)
 
 
 @jit
@@ -58,30 +74,6 @@ def stream_bounds(n, count):
 
 
 @jit
-def _put_gap(gap, k, low, high, state):
-    """Append one gap; `state` holds the two bit positions and the two words under construction."""
-    low_bits, high_bits, low_word, high_word = state
-    end = high_bits + np.int64(gap >> k)
-    if end >> 6 != high_bits >> 6:
-        high[high_bits >> 6] = high_word
-        high_word = np.uint64(0)
-    high_word |= np.uint64(1) << np.uint64(end & 63)
-    high_bits = end + 1
-    if high_bits & 63 == 0:
-        high[end >> 6] = high_word
-        high_word = np.uint64(0)
-    if k:
-        value = gap & ((np.uint64(1) << k) - np.uint64(1))
-        shift = np.uint64(low_bits & 63)
-        low_word |= value << shift
-        if shift + k >= np.uint64(64):
-            low[low_bits >> 6] = low_word
-            low_word = value >> (np.uint64(64) - shift) if shift else np.uint64(0)
-        low_bits += np.int64(k)
-    return low_bits, high_bits, low_word, high_word
-
-
-@jit
 def rice_encode(positions, n, count, low, high):
     """Code all segments.
 
@@ -93,31 +85,120 @@ def rice_encode(positions, n, count, low, high):
     Returns:
         Bits used in `low` and in `high`.
     """
-    state = (np.int64(0), np.int64(0), np.uint64(0), np.uint64(0))
+    low_bits = np.int64(0)
+    high_bits = np.int64(0)
     start = np.int64(0)
     for s in range(n.size):
         size = count[s]
-        stop = start + size
-        previous = np.int64(-1)
-        if 2 * size <= n[s]:
-            k = np.uint64(rice_parameter(n[s], size))
-            for at in range(start, stop):
-                position = np.int64(positions[at])
-                state = _put_gap(np.uint64(position - previous - 1), k, low, high, state)
-                previous = position
-        else:
-            # the coded positions are the holes between the given ones
-            k = np.uint64(rice_parameter(n[s], n[s] - size))
-            hole = np.int64(0)
-            for at in range(start, stop + 1):
-                following = np.int64(positions[at]) if at < stop else n[s]
-                while hole < following:
-                    state = _put_gap(np.uint64(hole - previous - 1), k, low, high, state)
-                    previous = hole
-                    hole += 1
-                hole += 1
-        start = stop
-    low_bits, high_bits, low_word, high_word = state
+        own = positions[start : start + size]
+        start += size
+        if 2 * size > n[s]:
+            if size == n[s]:
+                continue
+            k = rice_parameter(n[s], n[s] - size)
+            if k == 0:
+                # unary gaps of parameter 0 are a bitmap: all ones up to the last hole, the members taken out
+                end = _last_hole(own, n[s]) + 1
+                _set_ones(high, high_bits, end)
+                _flip(own, end, high, high_bits)
+                high_bits += end
+            else:
+                low_bits, high_bits = _encode_gaps(_holes(own, n[s]), k, low, low_bits, high, high_bits)
+        elif size:
+            k = rice_parameter(n[s], size)
+            if k == 0:
+                end = np.int64(own[size - 1]) + 1
+                _flip(own, end, high, high_bits)
+                high_bits += end
+            else:
+                low_bits, high_bits = _encode_gaps(own, k, low, low_bits, high, high_bits)
+    return low_bits, high_bits
+
+
+@jit
+def _last_hole(positions, n):
+    """Largest number below `n` that is not among the positions, of which there are fewer than `n`."""
+    hole = n - 1
+    for at in range(positions.size - 1, -1, -1):
+        if np.int64(positions[at]) != hole:
+            break
+        hole -= 1
+    return hole
+
+
+@jit
+def _holes(positions, n):
+    """All numbers below `n` that are not among the positions."""
+    holes = np.empty(n - positions.size, dtype=positions.dtype)
+    found = 0
+    following = np.int64(0)
+    for at in range(positions.size + 1):
+        position = np.int64(positions[at]) if at < positions.size else n
+        for hole in range(following, position):
+            holes[found] = hole
+            found += 1
+        following = position + 1
+    return holes
+
+
+@jit
+def _set_ones(words, at, size):
+    """Set `size` bits from bit `at` on."""
+    end = at + size
+    first = at >> 6
+    last = end >> 6
+    head = ~np.uint64(0) << np.uint64(at & 63)
+    tail = (np.uint64(1) << np.uint64(end & 63)) - np.uint64(1)
+    if first == last:
+        words[first] |= head & tail
+        return
+    words[first] |= head
+    for word in range(first + 1, last):
+        words[word] = ~np.uint64(0)
+    if tail:
+        words[last] |= tail
+
+
+@jit
+def _flip(positions, end, words, at):
+    """Flip the bits `at + position` of all positions below `end`."""
+    for i in range(positions.size):
+        position = np.int64(positions[i])
+        if position >= end:
+            break
+        bit = at + position
+        words[bit >> 6] ^= np.uint64(1) << np.uint64(bit & 63)
+
+
+@jit
+def _encode_gaps(positions, k, low, low_bits, high, high_bits):
+    """Gaps of a segment with parameter `k` ≥ 1; words under construction stay in registers."""
+    shift_k = np.uint64(k)
+    mask = (np.uint64(1) << shift_k) - np.uint64(1)
+    low_word = low[low_bits >> 6] if low_bits & 63 else np.uint64(0)
+    high_word = high[high_bits >> 6] if high_bits & 63 else np.uint64(0)
+    previous = np.int64(-1)
+    for i in range(positions.size):
+        position = np.int64(positions[i])
+        gap = np.uint64(position - previous - 1)
+        previous = position
+        one = high_bits + np.int64(gap >> shift_k)
+        if one >> 6 != high_bits >> 6:
+            if high_bits & 63:
+                high[high_bits >> 6] = high_word
+            high_word = np.uint64(0)
+        high_word |= np.uint64(1) << np.uint64(one & 63)
+        high_bits = one + 1
+        if high_bits & 63 == 0:
+            high[one >> 6] = high_word
+            high_word = np.uint64(0)
+        value = gap & mask
+        shift = np.uint64(low_bits & 63)
+        low_word |= value << shift
+        if shift + shift_k >= np.uint64(64):
+            low[low_bits >> 6] = low_word
+            low_word = value >> (np.uint64(64) - shift) if shift else np.uint64(0)
+        low_bits += k
     if low_bits & 63:
         low[low_bits >> 6] = low_word
     if high_bits & 63:
@@ -128,56 +209,131 @@ def rice_encode(positions, n, count, low, high):
 @jit
 def rice_decode(low, high, n, count, positions):
     """Inverse of [`rice_encode`]. Returns the bits of `high` read, −1 where the streams do not fit the segments."""
-    low_size_bits = np.int64(low.size) * 64
     low_bits = np.int64(0)
-    at = np.int64(0)
-    base = np.int64(0)
-    word = high[0] if high.size else np.uint64(0)
-    high_previous = np.int64(-1)
+    high_bits = np.int64(0)
+    start = np.int64(0)
     for s in range(n.size):
         size = count[s]
+        own = positions[start : start + size]
+        start += size
         complement = 2 * size > n[s]
         coded = n[s] - size if complement else size
-        k = np.uint64(rice_parameter(n[s], coded))
-        if low_bits + coded * np.int64(k) > low_size_bits:
+        if coded == 0:
+            for i in range(size):
+                own[i] = i
+            continue
+        k = rice_parameter(n[s], coded)
+        if low_bits + coded * k > np.int64(low.size) * 64 or coded > np.int64(high.size) * 64 - high_bits:
             return np.int64(-1)
-        mask = (np.uint64(1) << k) - np.uint64(1)
-        previous = np.int64(-1)
-        for _ in range(coded):
-            while word == 0:
-                base += 64
-                if base >> 6 >= high.size:
-                    return np.int64(-1)
-                word = high[base >> 6]
-            one = base + np.int64(_trailing_zeros(word))
-            word &= word - np.uint64(1)
-            gap = (one - high_previous - 1) << np.int64(k)
-            high_previous = one
-            if k:
-                at_word = low_bits >> 6
-                shift = np.uint64(low_bits & 63)
-                value = low[at_word] >> shift
-                if shift + k > np.uint64(64):
-                    value |= low[at_word + 1] << (np.uint64(64) - shift)
-                gap |= np.int64(value & mask)
-                low_bits += np.int64(k)
-            position = previous + 1 + gap
-            # a gap that wrapped is negative
-            if gap < 0 or position >= n[s]:
-                return np.int64(-1)
-            if complement:
-                for member in range(previous + 1, position):
-                    positions[at] = member
-                    at += 1
-            else:
-                positions[at] = position
-                at += 1
-            previous = position
+        if k == 0:
+            high_bits = _decode_bitmap(high, high_bits, n[s], coded, complement, own)
+        else:
+            holes = np.empty(coded if complement else 0, dtype=positions.dtype)
+            high_bits = _decode_gaps(low, low_bits, high, high_bits, k, n[s], holes if complement else own)
+            low_bits += coded * k
+            if complement and high_bits >= 0:
+                _fill_between(holes, n[s], own)
+        if high_bits < 0:
+            return np.int64(-1)
+    return high_bits
+
+
+@jit
+def _decode_bitmap(high, high_bits, n, coded, complement, positions):
+    """One segment of parameter 0, whose unary gaps are a bitmap that ends with its last one; as [`_decode_gaps`]."""
+    at = np.int64(0)
+    ones = np.int64(0)
+    base = np.int64(0)
+    while ones < coded:
+        # 64 bits of the stream from wherever the segment stands
+        word_index = (high_bits + base) >> 6
+        shift = np.uint64((high_bits + base) & 63)
+        if word_index >= high.size:
+            return np.int64(-1)
+        word = high[word_index] >> shift
+        if shift and word_index + 1 < high.size:
+            word |= high[word_index + 1] << (np.uint64(64) - shift)
+        size = min(np.int64(64), n - base)
+        if size <= 0:
+            return np.int64(-1)
+        if size < 64:
+            word &= (np.uint64(1) << np.uint64(size)) - np.uint64(1)
+        here = np.int64(_count_ones(word))
+        if ones + here >= coded:
+            # the segment ends inside of this word: what follows belongs to the next one
+            rest = word
+            for _ in range(coded - ones - 1):
+                rest &= rest - np.uint64(1)
+            size = np.int64(_trailing_zeros(rest)) + 1
+            keep = ~np.uint64(0) >> np.uint64(64 - size)
+            word &= keep
+            here = coded - ones
+        members = word
         if complement:
-            for member in range(previous + 1, n[s]):
-                positions[at] = member
-                at += 1
-    return high_previous + 1
+            members = ~word
+            if size < 64:
+                members &= (np.uint64(1) << np.uint64(size)) - np.uint64(1)
+        while members:
+            positions[at] = base + np.int64(_trailing_zeros(members))
+            at += 1
+            members &= members - np.uint64(1)
+        ones += here
+        base += size
+    if complement:
+        for member in range(base, n):
+            positions[at] = member
+            at += 1
+    return high_bits + base
+
+
+@jit
+def _fill_between(holes, n, positions):
+    """All numbers below `n` that are not holes."""
+    at = np.int64(0)
+    following = np.int64(0)
+    for i in range(holes.size + 1):
+        hole = holes[i] if i < holes.size else n
+        for member in range(following, hole):
+            positions[at] = member
+            at += 1
+        following = hole + 1
+
+
+@jit
+def _decode_gaps(low, low_bits, high, high_bits, k, n, positions):
+    """Positions of one segment with parameter `k` ≥ 1; returns the end in `high`, −1 where it ends first or a position
+    leaves `[0, n)`."""
+    word_index = high_bits >> 6
+    if word_index >= high.size:
+        return np.int64(-1)
+    word = high[word_index] & (~np.uint64(0) << np.uint64(high_bits & 63))
+    before = high_bits - 1
+    shift_k = np.uint64(k)
+    mask = (np.uint64(1) << shift_k) - np.uint64(1)
+    position = np.int64(-1)
+    for i in range(positions.size):
+        while word == 0:
+            word_index += 1
+            if word_index >= high.size:
+                return np.int64(-1)
+            word = high[word_index]
+        one = (word_index << 6) + np.int64(_trailing_zeros(word))
+        word &= word - np.uint64(1)
+        gap = (one - before - 1) << k
+        before = one
+        at_word = low_bits >> 6
+        shift = np.uint64(low_bits & 63)
+        value = low[at_word] >> shift
+        if shift + shift_k > np.uint64(64):
+            value |= low[at_word + 1] << (np.uint64(64) - shift)
+        gap |= np.int64(value & mask)
+        low_bits += k
+        position += 1 + gap
+        # a gap that wrapped is negative
+        if gap < 0 or position >= n:
+            return np.int64(-1)
+        positions[i] = position
+    return before + 1
 
 
 @jit
@@ -204,9 +360,7 @@ def steps_between(old, new, magnitude, raw):
             word = np.uint64(0)
         size = np.uint16((step ^ np.uint16(-negative)) + negative)
         magnitude[i] = size
-        while size > 1:
-            size >>= 1
-            top_bits += 1
+        top_bits += np.int64(63) - np.int64(_leading_zeros(np.uint64(size)))
     if old.size & 63:
         raw[old.size >> 6] = word
     return top_bits
@@ -248,9 +402,7 @@ def golomb_write(values, order, words, at):
     of `b` bits, b − order − 1 zeros, a one, then the b − 1 low bits of x. Returns the end."""
     for i in range(values.size):
         x = np.uint64(values[i]) + (np.uint64(1) << np.uint64(order[i]))
-        size = np.int64(0)
-        while x >> np.uint64(size):
-            size += 1
+        size = np.int64(64) - np.int64(_leading_zeros(x))
         at += size - order[i] - 1
         at = write_bits(words, at, np.uint64(1), 1)
         at = write_bits(words, at, x & ((np.uint64(1) << np.uint64(size - 1)) - np.uint64(1)), size - 1)
@@ -314,7 +466,7 @@ def split_magnitudes(magnitude, group, levels, counts, raw, raw_bits):
     Args:
         magnitude: uint16 `[K]`, 1 to 32768.
         group: int64 `[G]`, sizes of the groups.
-        levels: int64, receives the segments one after another, group by group.
+        levels: int32 or int64, one longer than needed, receives the segments one after another, group by group.
         counts: int64 `[G, 16]`, receives how many top bits are above each level.
         raw, raw_bits: uint64 words and the bit to start at.
 
@@ -327,19 +479,28 @@ def split_magnitudes(magnitude, group, levels, counts, raw, raw_bits):
         current = magnitude[start : start + group[g]]
         start += group[g]
         for level in range(16):
-            survivors = np.empty(current.size, dtype=np.uint16)
-            kept = 0
-            bound = np.uint32(2) << np.uint32(level)
+            # no branches on the data: every element is written, and overwritten unless it counts
+            survivors = np.empty(current.size + 1, dtype=np.uint16)
+            kept = np.int64(0)
+            mask = np.uint64((1 << level) - 1)
+            word = raw[raw_bits >> 6] if raw_bits & 63 else np.uint64(0)
             for i in range(current.size):
-                if np.uint32(current[i]) >= bound:
-                    levels[at] = i
-                    at += 1
-                    survivors[kept] = current[i]
-                    kept += 1
-                elif level:
-                    low = np.uint64(current[i]) & np.uint64((1 << level) - 1)
-                    raw_bits = write_bits(raw, raw_bits, low, level)
+                higher = np.int64((np.uint32(current[i]) >> np.uint32(level + 1)) != 0)
+                levels[at + kept] = i
+                survivors[kept] = current[i]
+                kept += higher
+                size = level * (1 - higher)
+                value = (np.uint64(current[i]) & mask) * np.uint64(1 - higher)
+                shift = np.uint64(raw_bits & 63)
+                word |= value << shift
+                if shift + np.uint64(size) >= np.uint64(64):
+                    raw[raw_bits >> 6] = word
+                    word = value >> (np.uint64(64) - shift)
+                raw_bits += size
+            if raw_bits & 63:
+                raw[raw_bits >> 6] = word
             counts[g, level] = kept
+            at += kept
             if kept == 0:
                 break
             current = survivors[:kept]
@@ -349,15 +510,15 @@ def split_magnitudes(magnitude, group, levels, counts, raw, raw_bits):
 @jit
 def join_steps(levels, group, counts, raw, raw_bits, step):
     """Inverse of [`split_magnitudes`], signs (the first `K` bits of `raw`) applied: `step` is uint16, modulo 2^16.
-    Returns the end in `raw`, −1 where it is too short."""
-    end = np.int64(raw.size) * 64
+    The last word of `raw` is not part of the stream. Returns the end in `raw`, −1 where it is too short."""
+    end = np.int64(raw.size - 1) * 64
     at = np.int64(0)
     start = np.int64(0)
     for i in range(step.size):
         step[i] = 1
     for g in range(group.size):
         # nearly all magnitudes are 1, whose level has no raw bits: only those above it are visited
-        member = start + levels[at : at + counts[g, 0]]
+        member = start + levels[at : at + counts[g, 0]].astype(np.int64)
         at += counts[g, 0]
         start += group[g]
         for level in range(1, 16):
@@ -366,18 +527,18 @@ def join_steps(levels, group, counts, raw, raw_bits, step):
             kept = counts[g, level]
             if raw_bits + level * (member.size - kept) > end:
                 return np.int64(-1)
-            survivors = np.empty(kept, dtype=np.int64)
-            next_survivor = 0
+            # no branches on the data: survivors are written too, and again at their own level
+            survivors = np.empty(kept + 1, dtype=np.int64)
+            found = np.int64(0)
+            top = np.uint64(1) << np.uint64(level)
             for i in range(member.size):
-                if next_survivor < kept and levels[at + next_survivor] == i:
-                    survivors[next_survivor] = member[i]
-                    next_survivor += 1
-                else:
-                    low = read_bits(raw, raw_bits, level)
-                    raw_bits += level
-                    step[member[i]] = np.uint16((np.uint64(1) << np.uint64(level)) | low)
+                higher = np.int64(found < kept) & np.int64(levels[at + min(found, kept - 1)] == i)
+                survivors[found] = member[i]
+                found += higher
+                step[member[i]] = np.uint16(top | read_bits(raw, raw_bits, level))
+                raw_bits += level * (1 - higher)
             at += kept
-            member = survivors
+            member = survivors[:kept]
     for i in range(step.size):
         negative = np.uint16((raw[i >> 6] >> np.uint64(i & 63)) & np.uint64(1))
         step[i] = (step[i] ^ np.uint16(-negative)) + negative
@@ -386,11 +547,8 @@ def join_steps(levels, group, counts, raw, raw_bits, step):
 
 @jit
 def count_order(universe):
-    """Order of the exp-Golomb code for a count within `universe`."""
-    size = np.int64(0)
-    while universe >> size:
-        size += 1
-    return max(np.int64(0), size - 3)
+    """Order of the exp-Golomb code for a count within `universe`, which is not empty."""
+    return max(np.int64(0), np.int64(61) - np.int64(_leading_zeros(np.uint64(universe))))
 
 
 @jit

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of the entropy-coded encodings: one safetensors tensor `delta` of bytes, and the usual metadata."""
+"""The file of the entropy-coded encodings: blobs of bytes `delta.0`, `delta.1`, … and the usual metadata.
+
+Each blob holds tensors of its own, so that blobs are coded side by side.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,37 +16,73 @@ import numpy as np
 from delta_wire.container import TensorFile, write_tensors
 from delta_wire.encodings.plain import check_metadata, own_metadata
 from delta_wire.errors import FormatError
-from delta_wire.state import Delta, TensorTable, check_part, num_changed
+from delta_wire.state import Delta, TensorTable, num_changed
 
-TENSOR = "delta"
+PREFIX = "delta."
+MAX_BLOBS = 4096
 _FIXED_BYTES = 64 << 10
-# directory entry and level counts of a tensor
-_BYTES_PER_TENSOR = 128
+# directory entry and level counts of a tensor, and a header entry, if it should have a blob of its own
+_BYTES_PER_TENSOR = 384
+# a share of work that is worth a blob and a thread: less than a hundredth of the payload is spent on splitting
+_CHANGES_PER_BLOB = 1 << 16
+_THREADS = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="delta-coding")
 
 
 def max_bytes(table: TensorTable) -> int:
     """Upper bound of a file: all values at 16 bits, their positions as a bitmap."""
-    return _FIXED_BYTES + sum(
-        2 * spec.num_elements + spec.num_elements // 8 + _BYTES_PER_TENSOR for spec in table.values()
-    )
+    sizes = (2 * spec.num_elements + spec.num_elements // 8 + _BYTES_PER_TENSOR for spec in table.values())
+    return _FIXED_BYTES + sum(sizes)
 
 
-def write(path: Path, encoding: str, blob: np.ndarray, delta: Delta, seq: int) -> None:
-    """Write a blob of streams."""
-    write_tensors(path, {TENSOR: ("U8", blob.shape, blob)}, own_metadata(encoding, seq, num_changed(delta)))
+def encode(delta: Delta, pack: Callable[[Delta], np.ndarray]) -> list[np.ndarray]:
+    """Split a delta into shares of about equal size and code them side by side; at least one blob."""
+    shares = _split(delta)
+    return list(_THREADS.map(pack, shares)) if len(shares) > 1 else [pack(shares[0])]
 
 
-def read(path: Path, encoding: str, source: str) -> np.ndarray:
-    """Read a blob of streams: uint8, in memory."""
+def decode(blobs: Iterable[np.ndarray], unpack: Callable[[np.ndarray], Delta], source: str) -> Delta:
+    """Inverse of [`encode`]."""
+    blobs = list(blobs)
+    delta: Delta = {}
+    for share in _THREADS.map(unpack, blobs) if len(blobs) > 1 else map(unpack, blobs):
+        twice = delta.keys() & share.keys()
+        if twice:
+            raise FormatError(f"{source}: tensor {min(twice)} is in two blobs")
+        delta.update(share)
+    return delta
+
+
+def write(path: Path, encoding: str, blobs: list[np.ndarray], delta: Delta, seq: int) -> None:
+    """Write blobs into one file."""
+    tensors = {f"{PREFIX}{i}": ("U8", blob.shape, blob) for i, blob in enumerate(blobs)}
+    write_tensors(path, tensors, own_metadata(encoding, seq, num_changed(delta)))
+
+
+def read(path: Path, encoding: str, source: str) -> list[np.ndarray]:
+    """Blobs of a file: uint8, in memory."""
     file = TensorFile(path, source)
     check_metadata(file.metadata, encoding, source)
-    if list(file.names()) != [TENSOR] or file.spec(TENSOR)[0] != "U8" or len(file.spec(TENSOR)[1]) != 1:
-        raise FormatError(f"{source}: expected one tensor {TENSOR!r} of bytes, found {list(file.names())!r:.200}")
-    return file.array(TENSOR).copy()
+    names = file.names()
+    expected = {f"{PREFIX}{i}" for i in range(len(names))}
+    if not 1 <= len(names) <= MAX_BLOBS or set(names) != expected:
+        raise FormatError(f"{source}: expected blobs {PREFIX}0, {PREFIX}1, …, found {names[:4]!r:.200}")
+    for name in names:
+        dtype, shape = file.spec(name)
+        if dtype != "U8" or len(shape) != 1:
+            raise FormatError(f"{source}: {name}: expected U8 of one dimension, found {dtype} {list(shape)}")
+    return [file.array(f"{PREFIX}{i}").copy() for i in range(len(names))]
 
 
-def checked(delta: Delta, table: TensorTable, source: str) -> Delta:
-    """The delta, each part fitting its tensor."""
-    for name, part in delta.items():
-        check_part(part, table[name], source)
-    return delta
+def _split(delta: Delta) -> list[Delta]:
+    total = sum(part.num_changed for part in delta.values())
+    num_shares = min(max(1, total // _CHANGES_PER_BLOB), len(delta), MAX_BLOBS)
+    if num_shares < 2:
+        return [delta]
+    shares: list[Delta] = [{}]
+    taken = 0
+    for name in sorted(delta):
+        if taken * num_shares >= total * len(shares) and shares[-1]:
+            shares.append({})
+        shares[-1][name] = delta[name]
+        taken += delta[name].num_changed
+    return shares

@@ -22,6 +22,7 @@ from delta_wire.encodings.packed import (
     add_entries,
     cut_parts,
     join,
+    join_indices,
     join_values,
     ordered_parts,
     read_entries,
@@ -48,17 +49,26 @@ class ContextEncoding:
         return files.max_bytes(table)
 
     def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int, old_bits: OldBits | None = None) -> None:
-        files.write(path, self.name, pack(delta, table, _flat(old_bits)), delta, seq)
+        if old_bits is None:
+            raise ValueError("context: the old weights are needed to code a delta")
+        files.write(path, self.name, encode(delta, table, old_bits), delta, seq)
 
     def decode(self, path: Path, table: TensorTable, source: str, old_bits: OldBits | None = None) -> Delta:
-        blob = files.read(path, self.name, source)
-        return files.checked(unpack(blob, table, source, _flat(old_bits)), table, source)
+        if old_bits is None:
+            raise ValueError("context: the old weights are needed to decode a delta")
+        return decode(files.read(path, self.name, source), table, source, old_bits)
 
 
-def _flat(old_bits: OldBits | None) -> OldBits:
-    if old_bits is None:
-        raise ValueError("context: the old weights are needed to code or decode a delta")
-    return lambda name: old_bits(name).reshape(-1)
+def encode(delta: Delta, table: TensorTable, old_bits: OldBits) -> list[np.ndarray]:
+    """Blobs of a delta: uint8 arrays."""
+    return files.encode(delta, lambda share: pack(share, table, lambda name: old_bits(name).reshape(-1)))
+
+
+def decode(blobs: list[np.ndarray], table: TensorTable, source: str, old_bits: OldBits) -> Delta:
+    """Inverse of [`encode`]; parts come with steps or new bits, whichever was shorter."""
+    return files.decode(
+        blobs, lambda blob: unpack(blob, table, source, lambda name: old_bits(name).reshape(-1)), source
+    )
 
 
 def pack(delta: Delta, table: TensorTable, old_bits: OldBits) -> np.ndarray:
@@ -93,7 +103,7 @@ def pack(delta: Delta, table: TensorTable, old_bits: OldBits) -> np.ndarray:
     group = join([[part.num_changed for part in stepped], totals], np.int64)
     counts, level_universes, level_counts, levels, raw = s.encode_steps(old, new, group)
     low, high = s.encode_segments(
-        join([*(part.indices for part in others), *(entry.rank for entry in chosen), levels], np.int64),
+        join_indices([*(part.indices for part in others), *(entry.rank for entry in chosen), levels]),
         join([[table[part.name].num_elements for part in others], held[present], level_universes], np.int64),
         join([[part.num_changed for part in others], changed[present], level_counts], np.int64),
     )
@@ -166,7 +176,7 @@ class _Ranked:
         bounds = np.arange(0, bits.size + SLAB_ELEMENTS, SLAB_ELEMENTS).clip(max=bits.size)
         cuts = np.searchsorted(part.indices, bounds)
         exponent = np.empty(part.num_changed, dtype=np.uint8)
-        rank = np.empty(part.num_changed, dtype=np.int64)
+        rank = np.empty(part.num_changed, dtype=np.int32)
         for base, end, a, b in zip(bounds[:-1], bounds[1:], cuts[:-1], cuts[1:], strict=True):
             cpu_rice.class_ranks(bits[base:end], base, part.indices[a:b], exponent[a:b], rank[a:b])
         slab = np.repeat(np.arange(bounds.size - 1), np.diff(cuts))

@@ -35,10 +35,20 @@ class PackedEncoding:
         return files.max_bytes(table)
 
     def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int, old_bits: OldBits | None = None) -> None:
-        files.write(path, self.name, pack(delta, table), delta, seq)
+        files.write(path, self.name, encode(delta, table), delta, seq)
 
     def decode(self, path: Path, table: TensorTable, source: str, old_bits: OldBits | None = None) -> Delta:
-        return files.checked(unpack(files.read(path, self.name, source), table, source), table, source)
+        return decode(files.read(path, self.name, source), table, source)
+
+
+def encode(delta: Delta, table: TensorTable) -> list[np.ndarray]:
+    """Blobs of a delta: uint8 arrays."""
+    return files.encode(delta, lambda share: pack(share, table))
+
+
+def decode(blobs: list[np.ndarray], table: TensorTable, source: str) -> Delta:
+    """Inverse of [`encode`]; parts come with steps or new bits, whichever was shorter."""
+    return files.decode(blobs, lambda blob: unpack(blob, table, source), source)
 
 
 def pack(delta: Delta, table: TensorTable) -> np.ndarray:
@@ -64,7 +74,7 @@ def pack(delta: Delta, table: TensorTable) -> np.ndarray:
     directory.add([len(parts)], ORDER_TENSORS)
     add_entries(directory, ordinals, 2 * sizes + ~by_step)
     low, high = s.encode_segments(
-        join([*(part.indices for part in parts), levels], np.int64),
+        join_indices([*(part.indices for part in parts), levels]),
         join([[table[part.name].num_elements for part in parts], level_universes], np.int64),
         np.concatenate([sizes, level_counts]),
     )
@@ -73,7 +83,10 @@ def pack(delta: Delta, table: TensorTable) -> np.ndarray:
 
 
 def unpack(blob: np.ndarray, table: TensorTable, source: str) -> Delta:
-    """Inverse of [`pack`]; parts come with steps or new bits, whichever was shorter."""
+    """Inverse of [`pack`]; parts come with steps or new bits, whichever was shorter.
+
+    Indices need no check of their own: the decoder refuses positions that do not ascend or leave their tensor.
+    """
     streams = s.Streams.from_blob(blob, source)
     directory = s.DirectoryReader(streams.directory, source)
     names, coded = read_entries(directory, table, source)
@@ -124,7 +137,7 @@ def cut_parts(
     values: np.ndarray,
 ) -> Delta:
     """Cut the arrays of all tensors into parts; indices in the dtype of the tensor's size."""
-    narrow = indices.astype(np.int32)
+    narrow = indices.astype(np.int32, copy=False)
     relative = np.ones(steps.size, dtype=bool)
     delta: Delta = {}
     start = step_start = value_start = 0
@@ -149,8 +162,15 @@ def ordered_parts(delta: Delta, table: TensorTable) -> tuple[np.ndarray, list[Te
 
 
 def join(arrays: list, dtype: type[np.generic]) -> np.ndarray:
-    """Concatenation that may be empty."""
-    return np.concatenate([np.empty(0, dtype=dtype), *arrays], dtype=dtype, casting="same_kind")
+    """Concatenation of arrays and lists that may be empty."""
+    # an empty list would be taken for floats
+    parts = [part if isinstance(part, np.ndarray) else np.array(part, dtype=dtype) for part in arrays]
+    return np.concatenate([np.empty(0, dtype=dtype), *parts], dtype=dtype, casting="same_kind")
+
+
+def join_indices(arrays: list[np.ndarray]) -> np.ndarray:
+    """Concatenation of indices, int64 only if one of them is."""
+    return np.concatenate([np.empty(0, dtype=np.int32), *arrays])
 
 
 def join_values(parts: list[TensorDelta]) -> tuple[np.ndarray, np.ndarray]:

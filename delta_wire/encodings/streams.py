@@ -18,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from delta_wire.errors import FormatError
+from delta_wire.state import index_dtype
 
 _WORD = np.dtype("<u8")
 
@@ -135,10 +136,10 @@ def encode_steps(
     top_bits = int(cpu_rice.steps_between(old, new, magnitude, raw))
     raw = raw[: (num_changed + top_bits + 63) // 64]
     counts = np.zeros((group.size, 16), dtype=np.int64)
-    levels = np.empty(top_bits, dtype=np.int64)
+    levels = np.empty(top_bits + 1, dtype=index_dtype(num_changed))
     cpu_rice.split_magnitudes(magnitude, group, levels, counts, raw, num_changed)
     universes, sizes = level_segments(group, counts)
-    return counts, universes, sizes, levels, raw
+    return counts, universes, sizes, levels[:top_bits], raw
 
 
 def level_segments(group: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +164,8 @@ def decode_steps(
 
     num_changed = int(group.sum())
     steps = np.empty(num_changed, dtype=np.uint16)
-    if cpu_rice.join_steps(levels, group, counts, raw, num_changed, steps) < 0:
+    padded = np.append(raw, np.uint64(0))
+    if cpu_rice.join_steps(levels, group, counts, padded, num_changed, steps) < 0:
         raise FormatError(f"{source}: the stream of raw bits ends before the last step")
     return steps
 
@@ -180,10 +182,11 @@ def encode_segments(positions: np.ndarray, universes: np.ndarray, counts: np.nda
 
 
 def decode_segments(streams: Streams, universes: np.ndarray, counts: np.ndarray, source: str) -> np.ndarray:
-    """Positions of all segments; refuses streams that are too short, too long or leave a universe."""
+    """Positions of all segments, int64 only if a universe needs it; refuses streams that do not fit their counts."""
     from delta_wire.kernels import cpu_rice
 
-    positions = np.empty(int(counts.sum()), dtype=np.int64)
+    largest = int(universes.max()) if universes.size else 0
+    positions = np.empty(int(counts.sum()), dtype=index_dtype(largest))
     end = cpu_rice.rice_decode(streams.low, streams.high, universes, counts, positions)
     low_bits, _ = cpu_rice.stream_bounds(universes, counts)
     if end < 0 or (end + 63) // 64 != streams.high.size or (low_bits + 63) // 64 != streams.low.size:
