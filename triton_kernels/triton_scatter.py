@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading and writing listed elements of live parameters on a GPU.
+
+Letters: `M` elements of the parameter's storage, `K` listed elements.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from delta_wire.kernels.triton_common import (
+    device_keys,
+    element_lanes,
+    load_block,
+    load_keys,
+    require_block,
+    store_block,
+    store_lanes,
+)
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_positions"])
+def gather_kernel(p_flat, p_positions, p_out, num_positions: tl.int64, BLOCK: tl.constexpr):
+    """`out[i] = flat[positions[i]]`. Reads 8 K bytes and a sector per element, writes 2 K."""
+    base = tl.program_id(0).to(tl.int64) * BLOCK
+    left = num_positions - base
+    positions = load_block(p_positions + base, left, BLOCK)
+    bits = tl.load(p_flat + positions, mask=tl.arange(0, BLOCK) < left, other=0)
+    store_block(p_out + base, bits, left, BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_positions"])
+def scatter_kernel(p_flat, p_positions, p_new, p_old, num_positions: tl.int64, BLOCK: tl.constexpr):
+    """Swap `new` into `flat`, keeping what was there. Reads 10 K bytes and a sector per element, writes as much."""
+    base = tl.program_id(0).to(tl.int64) * BLOCK
+    left = num_positions - base
+    positions = load_block(p_positions + base, left, BLOCK)
+    new = load_block(p_new + base, left, BLOCK)
+    m_list = tl.arange(0, BLOCK) < left
+    old = tl.load(p_flat + positions, mask=m_list, other=0)
+    tl.store(p_flat + positions, new, mask=m_list)
+    store_block(p_old + base, old, left, BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_positions"])
+def swap_kernel(
+    p_flat, p_positions, p_new, p_indices, p_keys, p_old, p_lanes, num_positions: tl.int64, BLOCK: tl.constexpr
+):
+    """Swap `new` into `flat` and hash what was there and what is there now, read back from memory.
+
+    Reads 14 K or 18 K bytes and a sector per element, writes 2 K and a sector per element.
+
+    Args:
+        p_flat: int16 `[M]`.
+        p_positions: int64 `[K]`, no repeats.
+        p_new, p_old: int16 `[K]`.
+        p_indices: int32 or int64 `[K]`, checkpoint indices.
+        p_keys: int64 `[2]`.
+        p_lanes: int64 `[programs, 4]`, two lanes of the old and two of the new state.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    base = program * BLOCK
+    left = num_positions - base
+    positions = load_block(p_positions + base, left, BLOCK)
+    new = load_block(p_new + base, left, BLOCK)
+    indices = load_block(p_indices + base, left, BLOCK)
+    m_list = tl.arange(0, BLOCK) < left
+    old = tl.load(p_flat + positions, mask=m_list, other=0)
+    tl.store(p_flat + positions, new, mask=m_list)
+    tl.debug_barrier()
+    # volatile, or the compiler would hash the register that it has just stored
+    found = tl.load(p_flat + positions, mask=m_list, other=0, volatile=True)
+    store_block(p_old + base, old, left, BLOCK)
+    key_0, key_1 = load_keys(p_keys)
+    lane_0, lane_1 = element_lanes(indices, old.to(tl.uint16, bitcast=True), m_list, key_0, key_1)
+    store_lanes(p_lanes + program * 4, lane_0, lane_1)
+    lane_0, lane_1 = element_lanes(indices, found.to(tl.uint16, bitcast=True), m_list, key_0, key_1)
+    store_lanes(p_lanes + program * 4 + 2, lane_0, lane_1)
+
+
+def gather(flat: torch.Tensor, positions: torch.Tensor, *, block: int = BLOCK) -> torch.Tensor:
+    """See [`delta_wire.kernels.gather`]."""
+    _require_list(flat, positions)
+    out = torch.empty(positions.numel(), dtype=torch.int16, device=flat.device)
+    if positions.numel():
+        grid = (triton.cdiv(positions.numel(), block),)
+        gather_kernel[grid](flat, positions, out, positions.numel(), BLOCK=block)
+    return out
+
+
+def scatter(flat: torch.Tensor, positions: torch.Tensor, new: torch.Tensor, *, block: int = BLOCK) -> torch.Tensor:
+    """See [`delta_wire.kernels.scatter`]."""
+    _require_list(flat, positions)
+    require_block(new, torch.int16, positions.numel(), "scatter: the new bits")
+    old = torch.empty(positions.numel(), dtype=torch.int16, device=flat.device)
+    if positions.numel():
+        grid = (triton.cdiv(positions.numel(), block),)
+        scatter_kernel[grid](flat, positions, new, old, positions.numel(), BLOCK=block)
+    return old
+
+
+def swap(
+    flat: torch.Tensor,
+    positions: torch.Tensor,
+    new: torch.Tensor,
+    indices: torch.Tensor,
+    keys: tuple[int, int],
+    *,
+    block: int = BLOCK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See [`delta_wire.kernels.swap`]."""
+    _require_list(flat, positions)
+    require_block(new, torch.int16, positions.numel(), "swap: the new bits")
+    require_block(indices, indices.dtype, positions.numel(), "swap: the indices")
+    programs = triton.cdiv(positions.numel(), block)
+    old = torch.empty(positions.numel(), dtype=torch.int16, device=flat.device)
+    lanes = torch.empty((programs, 4), dtype=torch.int64, device=flat.device)
+    if programs:
+        on_device = device_keys(keys, flat.device)
+        swap_kernel[(programs,)](flat, positions, new, indices, on_device, old, lanes, positions.numel(), BLOCK=block)
+    return old, lanes.sum(0).reshape(2, 2)
+
+
+def _require_list(flat: torch.Tensor, positions: torch.Tensor) -> None:
+    require_block(flat, torch.int16, flat.numel(), "the parameter's view")
+    require_block(positions, torch.int64, positions.numel(), "the positions")
