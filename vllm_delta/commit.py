@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 from delta_wire.digest import Digest
 from delta_wire.errors import (
-    BaseMismatchError,
     DeltaError,
     DigestMismatchError,
     FormatError,
@@ -25,8 +24,9 @@ from delta_wire.errors import (
     ObjectNotFoundError,
     SetupError,
 )
-from delta_wire.manifest import POINTER_KEY, Manifest, VersionId
+from delta_wire.manifest import POINTER_KEY, Manifest
 from vllm_delta.acks import Reporter
+from vllm_delta.course import Course
 from vllm_delta.engine import Engine, EngineStopped
 from vllm_delta.layout import total
 from vllm_delta.live import Live
@@ -77,9 +77,9 @@ class Coordinator:
         self._unproven: str | None = None
         # manifest of a version that its deltas do not lead to
         self._wrong: str | None = None
-        self._ignored: VersionId | None = None
         self._about = settings.bucket
         self._failures = 0
+        self._course = Course(subscriber, settings.bucket)
         self._reporter = Reporter(subscriber, settings, self.status)
 
     def step(self) -> float:
@@ -168,51 +168,17 @@ class Coordinator:
             self.status.waiting(f"{self._settings.bucket} has no version yet")
             return
         self._about = str(target.version)
+        self._course.require_model(self._here, target)
         if self._position is None:
-            self._locate(target)
-        while (position := self._position) is not None and self._leads_on(position, target):
-            self._advance(position, target)
-        assert self._position is not None
+            self._base = self._position = self._course.locate(self._here, target)
+            label = str(self._position.version)
+            self._engine.between_steps(lambda: self._engine.set_label(label))
+        while self._course.leads_on(self._position, target):
+            self._advance(self._position, target)
         self.status.serving(self._position.version, self._position.digest)
-
-    def _locate(self, target: Manifest) -> None:
-        """Find the version of the run that the live weights are."""
-        here = self._here
-        self._require_model(target)
-        position = self._subscriber.locate(here.loaded, target, here.folder)
-        if position is None:
-            raise BaseMismatchError(
-                f"the served checkpoint {here.folder} is another base than that of the run in "
-                f"{self._settings.bucket}: its digest is {here.loaded}, version {target.version} has {target.digest} "
-                "and no version before it has the served one. Start the server on the run's base or on a checkout of "
-                "one of its versions (delta-wire checkout), or use another bucket."
-            )
-        self._engine.between_steps(lambda: self._engine.set_label(str(position.version)))
-        self._base = self._position = position
-
-    def _require_model(self, target: Manifest) -> None:
-        self._subscriber.table(target).require_same(
-            self._here.table, f"the run in {self._settings.bucket}", f"the served checkpoint {self._here.folder}"
-        )
-
-    def _leads_on(self, position: Position, target: Manifest) -> bool:
-        """Whether the target is ahead of the live weights."""
-        here, there = position.version, target.version
-        if here.run != there.run or there.seq > here.seq:
-            return True
-        if there.seq < here.seq and self._ignored != there:
-            self._ignored = there
-            logger.warning("%s: the pointer went back to %s; staying on %s", self._settings.bucket, there, here)
-        if there.seq == here.seq and target.digest != position.digest:
-            raise BaseMismatchError(
-                f"{self._settings.bucket}: version {there} now has digest {target.digest}, this server committed it "
-                f"as {here} with {position.digest}; versions never change. Give each run a bucket of its own."
-            )
-        return False
 
     def _advance(self, position: Position, target: Manifest) -> None:
         """Stage and commit one change that leads to the target or to an anchor on the way."""
-        self._require_model(target)
         past = self._wrong == target.sha256 and self._subscriber.can_go_past(position, target)
         try:
             staged = self._subscriber.stage(position, target, past=past)
@@ -223,6 +189,7 @@ class Coordinator:
             self._commit(position, staged)
         finally:
             self._subscriber.clear()
+        self._ranks.release()
 
     def _commit(self, position: Position, staged: Staged) -> None:
         manifest = staged.manifest
@@ -247,15 +214,9 @@ class Coordinator:
         commit_ms = (time.perf_counter() - began_s) * 1000
         if outcome.state != "done":
             self._take_back(position, manifest, outcome)
+        # before anything else can fail: the weights are another version now
         self._position = Position(manifest.version, manifest.digest)
-        self.status.committed(
-            manifest.version,
-            manifest.digest,
-            outcome.pause_ms,
-            commit_ms,
-            outcome.scatter_ms,
-        )
-        self._ranks.release()
+        self.status.committed(manifest.version, manifest.digest, outcome.pause_ms, commit_ms, outcome.scatter_ms)
         logger.info(
             "serving %s: %d elements of %d versions in one commit, pause %.1f ms (writing %.1f ms)",
             manifest.version,

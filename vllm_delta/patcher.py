@@ -37,25 +37,26 @@ class Part:
 
     Args:
         region (`int`): which region.
-        indices (`np.ndarray`): `[K]`, flat checkpoint indices.
-        positions (`torch.Tensor`): int64 `[K]`, where they live in the storage.
-        new (`torch.Tensor`): int16 `[K]`, on the storage's device.
-        old (`torch.Tensor`, *optional*): int16 `[K]`, what was there when the commit began.
+        positions (`torch.Tensor`): int64 `[K]`, where the elements live in the storage.
+        old, new (`torch.Tensor`): int16 `[K]`, on the storage's device: what is there, and what will be.
+        begun (`bool`): whether writing has begun.
     """
 
     region: int
-    indices: np.ndarray
     positions: torch.Tensor
+    old: torch.Tensor
     new: torch.Tensor
-    old: torch.Tensor | None = None
+    begun: bool = False
 
 
 @dataclass(slots=True)
 class Plan:
-    """A change of this rank's weights, ready to be written."""
+    """A change of this rank's weights, ready to be written, and what it adds to the digest of each region."""
 
     parts: list[Part] = field(default_factory=list)
-    state: Literal["ready", "saved", "written", "undone"] = "ready"
+    lanes: LanesDict = field(default_factory=dict)
+    num_changed: int = 0
+    state: Literal["ready", "begun", "written", "undone"] = "ready"
 
 
 class Patcher:
@@ -78,7 +79,7 @@ class Patcher:
     def plan_delta(self, path: Path) -> Plan:
         """Plan a sparse change from a staged file. Every index is checked before anything is planned.
 
-        Steps become bits here, from the bits that are live now; the commit's digest is of the bits that are live then.
+        Steps become bits here, from the bits that are live now; the commit makes sure that they still are.
         """
         plan = Plan()
         for name, change in read_staged(path, self._table).items():
@@ -91,7 +92,7 @@ class Patcher:
                         change.new[chosen],
                         relative=None if change.relative is None else change.relative[chosen],
                     )
-                    plan.parts.append(self._part(at, own, positions))
+                    self._add(plan, at, own, positions)
         return plan
 
     def plan_checkpoint(self, folder: Path) -> Plan:
@@ -109,56 +110,73 @@ class Patcher:
                 if differs[0].size:
                     indices, positions = _dot(source, differs), _dot(target, differs)
                     own = TensorDelta(region.tensor, indices, np.ascontiguousarray(wanted[differs]))
-                    plan.parts.append(self._part(at, own, positions))
+                    self._add(plan, at, own, positions)
         return plan
 
-    def _part(self, at: int, change: TensorDelta, positions: np.ndarray) -> Part:
-        flat = self._storages[self._regions[at].storage]
+    def _add(self, plan: Plan, at: int, change: TensorDelta, positions: np.ndarray) -> None:
+        """Add a region's change to a plan, with the bits that are live now and the digest of the difference."""
+        region = self._regions[at]
+        flat = self._storages[region.storage]
         if positions.min() < 0 or positions.max() >= flat.numel():
             raise LayoutError(
-                f"{self._regions[at].tensor}: a planned position lies outside of {self._regions[at].param} "
-                f"({flat.numel()} elements); nothing was written"
+                f"{region.tensor}: a planned position lies outside of {region.param} ({flat.numel()} elements); "
+                "nothing was written"
             )
         places = torch.from_numpy(positions).to(flat.device)
-        if change.relative is not None:
-            change = resolve(change, kernels.gather(flat, places).cpu().numpy().view(np.uint16))
+        old = kernels.gather(flat, places)
+        change = resolve(change, old.cpu().numpy().view(np.uint16)) if change.relative is not None else change
         # a mapped file is read-only and ends with the staging folder
         new = torch.from_numpy(change.new.view(np.int16).copy()).to(flat.device)
-        return Part(at, change.indices, places, new)
-
-    def predict(self, plan: Plan) -> LanesDict:
-        """What the plan would add to the digest of each region, from the bits that are live now. Writes nothing."""
-        return self._change(plan, [kernels.gather(self._flat(part), part.positions) for part in plan.parts])
+        plan.parts.append(Part(at, places, old, new))
+        plan.num_changed += positions.size
+        keys = tensor_keys(region.tensor)
+        added = (
+            Digest(*plan.lanes.get(at, (0, 0)))
+            + Digest(*kernels.digest_sparse(change.indices, new, keys))
+            - Digest(*kernels.digest_sparse(change.indices, old, keys))
+        )
+        plan.lanes[at] = (added.lane_0, added.lane_1)
 
     def commit(self, plan: Plan) -> LanesDict:
-        """Write a plan, read it back, and return what that added to the digest of each region.
+        """Write a plan and return what that added to the digest of each region.
 
-        All old bits are saved before the first write, so that [`Patcher.undo`] works whatever happens in between.
+        The digest was computed while planning. Here every bit that is replaced is compared with the bit that was
+        planned to be replaced, and every bit that was written is read back, which proves the same without hashing
+        while generation stands still.
         """
         if plan.state != "ready":
             raise LayoutError(f"this plan was already {plan.state}; stage the version again")
+        plan.state = "begun"
         for part in plan.parts:
-            part.old = kernels.gather(self._flat(part), part.positions)
-        plan.state = "saved"
-        for part in plan.parts:
-            kernels.scatter(self._flat(part), part.positions, part.new)
+            flat = self._flat(part)
+            part.begun = True
+            found = kernels.scatter(flat, part.positions, part.new)
+            if not torch.equal(found, part.old):
+                part.old = found
+                raise LayoutError(
+                    f"{self._name(part)} changed between staging and commit; something else writes to it"
+                )
+            if not torch.equal(kernels.gather(flat, part.positions), part.new):
+                raise LayoutError(f"{self._name(part)} does not hold what was written to it")
         plan.state = "written"
-        found = [kernels.gather(self._flat(part), part.positions) for part in plan.parts]
-        return self._change(plan, [part.old for part in plan.parts if part.old is not None], found)
+        return plan.lanes
 
     def undo(self, plan: Plan) -> bool:
         """Put the old bits back. Returns whether they are all there again, read back from the live weights."""
         if plan.state == "ready":
             return True
+        plan.state = "undone"
         restored = True
         for part in plan.parts:
-            if part.old is not None:
+            if part.begun:
                 kernels.scatter(self._flat(part), part.positions, part.old)
         for part in plan.parts:
-            if part.old is not None:
+            if part.begun:
                 restored &= torch.equal(kernels.gather(self._flat(part), part.positions), part.old)
-        plan.state = "undone"
         return restored
+
+    def _name(self, part: Part) -> str:
+        return self._regions[part.region].tensor
 
     def digest(self) -> LanesDict:
         """Digest of every region, over all of its live bits."""
@@ -199,16 +217,6 @@ class Patcher:
 
     def _view(self, storage: int, block: Block) -> torch.Tensor:
         return self._storages[storage].as_strided(block.sizes, block.steps, block.start)
-
-    def _change(self, plan: Plan, before: list[torch.Tensor], after: list[torch.Tensor] | None = None) -> LanesDict:
-        sums: dict[int, Digest] = {}
-        for part, old, new in zip(plan.parts, before, after or [p.new for p in plan.parts], strict=True):
-            keys = tensor_keys(self._regions[part.region].tensor)
-            change = Digest(*kernels.digest_sparse(part.indices, new, keys)) - Digest(
-                *kernels.digest_sparse(part.indices, old, keys)
-            )
-            sums[part.region] = sums.get(part.region, Digest()) + change
-        return {at: (change.lane_0, change.lane_1) for at, change in sums.items()}
 
 
 def _slices(region: Region, max_dims: int = 3, max_elements: int = 1 << 26) -> Iterator[tuple[Block, Block]]:

@@ -127,19 +127,16 @@ class Rank:
         return {"lanes": self.patcher.digest()}
 
     def _plan_delta(self, path: str) -> dict[str, Any]:
-        self._plan = None
-        plan = self.patcher.plan_delta(Path(path))
-        return self._planned(plan)
+        return self._planned(lambda: self.patcher.plan_delta(Path(path)))
 
     def _plan_checkpoint(self, folder: str) -> dict[str, Any]:
-        self._plan = None
-        plan = self.patcher.plan_checkpoint(Path(folder))
-        return self._planned(plan)
+        return self._planned(lambda: self.patcher.plan_checkpoint(Path(folder)))
 
-    def _planned(self, plan: Plan) -> dict[str, Any]:
-        lanes = self.patcher.predict(plan)
-        self._plan = plan
-        return {"lanes": lanes, "num_changed": sum(part.indices.size for part in plan.parts)}
+    def _planned(self, make: Callable[[], Plan]) -> dict[str, Any]:
+        # the memory of an earlier plan goes first
+        self._plan = None
+        self._plan = plan = make()
+        return {"lanes": plan.lanes, "num_changed": plan.num_changed}
 
     def commit(self) -> dict[str, Any]:
         """Write the plan. Main thread, between two steps."""

@@ -312,6 +312,22 @@ def test_failures_beside_the_commit_change_nothing_or_all(following: Server, met
     assert following.weights() == following.loaded()
 
 
+def test_a_staging_folder_that_cannot_be_cleared_does_not_hide_the_commit(
+    following: Server, monkeypatch: pytest.MonkeyPatch
+):
+    def broken() -> None:
+        raise OSError("read-only file system")
+
+    publish(following)
+    with monkeypatch.context() as patch:
+        patch.setattr(following.subscriber, "clear", broken)
+        status = following.step()
+    assert (status["state"], status["seq"]) == ("degraded", 1) and "read-only" in status["reason"]
+    assert following.weights() == following.loaded()
+    publish(following)
+    assert following.step()["seq"] == 2
+
+
 def breaks_a_weight(server: Server) -> Callable[[int, Callable[[], Reply]], Reply]:
     def undo(rank: int, call: Callable[[], Reply]) -> Reply:
         reply = call()

@@ -58,7 +58,7 @@ def test_commit_equals_loading_and_undo_equals_before(training: Training, tmp_pa
     assert start == training.digest
     path = write_delta(training, tmp_path / "delta.safetensors")
     plans = [patcher.plan_delta(path) for patcher in live.patchers]
-    predicted = [patcher.predict(plan) for patcher, plan in zip(live.patchers, plans, strict=True)]
+    predicted = [plan.lanes for plan in plans]
     assert live.parameters() == before, "planning wrote to a weight"
     written = [patcher.commit(plan) for patcher, plan in zip(live.patchers, plans, strict=True)]
     assert written == predicted
@@ -78,12 +78,12 @@ def test_a_checkpoint_plan_holds_the_differing_elements_only(training: Training,
     num_changed = []
     for patcher in live.patchers:
         plan = patcher.plan_delta(path)
-        num_changed.append(sum(part.indices.size for part in plan.parts))
+        num_changed.append(plan.num_changed)
         patcher.commit(plan)
     assert live.digest() != target
     for patcher, changed in zip(live.patchers, num_changed, strict=True):
         plan = patcher.plan_checkpoint(training.base)
-        assert sum(part.indices.size for part in plan.parts) == changed
+        assert plan.num_changed == changed
         patcher.commit(plan)
         assert not patcher.plan_checkpoint(training.base).parts
     assert live.digest() == target
@@ -110,7 +110,7 @@ def test_all_bit_patterns_survive(tmp_path: Path):
 
 
 @pytest.mark.parametrize("broken", ["gather", "scatter"])
-@pytest.mark.parametrize("calls", [0, 1, 5, 11])
+@pytest.mark.parametrize("calls", [0, 1, 5, 9])
 def test_undo_after_a_commit_that_broke_anywhere(
     training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, calls: int
 ):
@@ -133,9 +133,31 @@ def test_undo_after_a_commit_that_broke_anywhere(
         except RuntimeError:
             pass
         else:
-            assert broken == "scatter" and calls > len(plan.parts)
+            assert calls >= len(plan.parts)
     assert live.patchers[0].undo(plan)
     assert live.parameters() == before
+
+
+def test_weights_that_changed_after_planning_stop_the_commit_and_stay(training: Training, tmp_path: Path):
+    live = Ranks(training.base, 1)
+    plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
+    part = plan.parts[len(plan.parts) // 2]
+    live.patchers[0]._flat(part)[part.positions[0]] ^= 1
+    before = live.parameters()
+    with pytest.raises(LayoutError, match="changed between staging and commit"):
+        live.patchers[0].commit(plan)
+    assert live.patchers[0].undo(plan)
+    assert live.parameters() == before
+
+
+def test_a_write_that_does_not_arrive_stops_the_commit(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    live = Ranks(training.base, 1)
+    plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
+    monkeypatch.setattr(module.kernels, "scatter", lambda flat, at, new: module.kernels.gather(flat, at))
+    with pytest.raises(LayoutError, match="does not hold what was written"):
+        live.patchers[0].commit(plan)
 
 
 def test_undo_says_when_bits_are_not_back(training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
