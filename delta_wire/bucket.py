@@ -6,7 +6,10 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from delta_wire import encodings
 from delta_wire.acks import Ack, read_acks
@@ -161,7 +164,8 @@ class BucketWriter:
             digest ([`~delta_wire.digest.Digest`]): of the new state.
             step (`int`, *optional*): optimizer step.
             encoding (`str`, *optional*, defaults to `"packed"`): how the delta is written.
-            old_bits (`Callable`, *optional*): whole tensors of the newest version's state, for encoding `context`.
+            old_bits (`Callable`, *optional*): whole tensors of the newest version's state, for encoding `context`,
+                and for tensors that are smaller sent whole.
 
         After a [`~delta_wire.errors.StoreError`] call again with the same delta: whatever had reached the bucket is
         found there, so that no version is lost or published twice.
@@ -173,7 +177,11 @@ class BucketWriter:
             manifest = settled[0]
         else:
             if settled is not None:
-                delta = _without(settled, delta, digest)
+                rest = _without(settled, delta, digest)
+                if rest is not delta and old_bits is not None:
+                    # the caller's idea of the newest version is one behind
+                    old_bits = partial(_moved, old_bits, settled[1])
+                delta = rest
             self._require_own_pointer()
             self._check(delta, digest)
             manifest = self._upload(delta, digest, step, encoding, old_bits)
@@ -282,6 +290,14 @@ class BucketWriter:
             f"{self.store.url}: expected {POINTER_KEY} to name version {self.version}, which this trainer published "
             f"last, but {what}; stop the other trainer, or start this one with a bucket of its own"
         )
+
+
+def _moved(old_bits: OldBits, delta: Delta, name: str) -> np.ndarray:
+    bits = old_bits(name)
+    if name in delta:
+        bits = bits.copy()
+        bits.reshape(-1)[delta[name].indices] = delta[name].new
+    return bits
 
 
 def _without(settled: tuple[Manifest, Delta], delta: Delta, digest: Digest) -> Delta:

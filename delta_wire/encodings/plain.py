@@ -6,6 +6,7 @@ Letters: `N` elements of a tensor, `K` changed elements of it.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,11 +67,14 @@ class PlainEncoding:
                 raise ValueError(
                     f"encoding plain carries bits, {name} has steps; resolve() it against the old bits first"
                 )
+            positions = index_dtype(spec.num_elements)
             if part.num_changed == spec.num_elements:
                 # every element is here, so the positions say nothing: 2 N bytes instead of 6 N
                 tensors[name] = (DTYPE, spec.shape, part.new)
                 continue
-            positions = index_dtype(spec.num_elements)
+            if old_bits is not None and part.num_changed * (positions.itemsize + 2) > spec.num_elements * 2:
+                tensors[name] = (DTYPE, spec.shape, partial(_after, part, old_bits))
+                continue
             shape = (part.num_changed,)
             tensors[name + INDICES] = (
                 "I32" if positions.itemsize == 4 else "I64",
@@ -106,6 +110,13 @@ class PlainEncoding:
 def _max_header_bytes(table: TensorTable) -> int:
     # names may be written with six-byte escapes
     return _METADATA_BYTES + sum(2 * 6 * len(name.encode()) + _HEADER_BYTES_PER_TENSOR for name in table)
+
+
+def _after(part: TensorDelta, old_bits: OldBits) -> np.ndarray:
+    """The whole tensor after a change."""
+    bits = old_bits(part.name).reshape(-1).copy()
+    bits[part.indices] = part.new
+    return bits
 
 
 def own_metadata(encoding: str, seq: int, changed: int) -> dict[str, str]:

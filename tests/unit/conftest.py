@@ -92,9 +92,9 @@ class Run:
     def start(self) -> BucketWriter:
         return BucketWriter.start(self.store, table=self.table, digest=digest_of(self.bits), reference=str(self.base))
 
-    def next_delta(self) -> tuple[Delta, Digest]:
+    def next_delta(self, per_tensor: int = 3) -> tuple[Delta, Digest]:
         self.seed += 1
-        delta = change(self.bits, self.seed)
+        delta = change(self.bits, self.seed, per_tensor)
         return delta, digest_of(self.bits)
 
     def publish(self) -> Published:
