@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trl_delta import DeltaSyncSession
 
 # how long a line waits for the server to acknowledge its step before it tells what is known
 PATIENCE_S = 5.0
-_POLL_S = 0.05
+_POLL_S = 0.1
 
 
 def say(text: str) -> None:
@@ -48,14 +49,16 @@ class Progress:
 
 
 class LiveLines(TrainerCallback):
-    """Prints one line per optimizer step as soon as the server has acknowledged it, without holding training up.
+    """Prints one line per optimizer step as soon as the server serves it, without holding training up.
 
     Args:
         session ([`DeltaSyncSession`]): of the attached callback.
+        server_status (callable): what `GET /delta/status` answers.
     """
 
-    def __init__(self, session: DeltaSyncSession):
+    def __init__(self, session: DeltaSyncSession, server_status: Callable[[], dict[str, Any]]):
         self.session = session
+        self._server_status = server_status
         self.rewards: list[float] = []
         self.staleness: list[float] = []
         self._rows: queue.Queue[dict[str, float] | None] = queue.Queue()
@@ -80,29 +83,34 @@ class LiveLines(TrainerCallback):
     def _print_rows(self) -> None:
         while (row := self._rows.get()) is not None:
             step = int(row["step"])
-            self._await_ack(step)
-            say(self._line(step, row))
+            say(self._line(step, row, self._await_served(step)))
 
-    def _await_ack(self, step: int) -> None:
+    def _await_served(self, step: int) -> dict[str, Any]:
         deadline_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline_s:
-            served = self.session.watcher.step
-            # a later row says more than an acknowledgement that does not come
-            if (served is not None and served >= step) or not self._rows.empty():
-                return
+        while True:
+            try:
+                status = self._server_status()
+            except OSError:
+                status = {}
+            seq = status.get("seq")
+            served = None if seq is None else self.session.publisher.step_of(seq)
+            # a line that does not come holds the next one up
+            late = time.monotonic() > deadline_s or not self._rows.empty()
+            if late or (served is not None and served >= step):
+                return status
             time.sleep(_POLL_S)
 
-    def _line(self, step: int, row: dict[str, float]) -> str:
-        publisher, watcher = self.session.publisher, self.session.watcher
+    def _line(self, step: int, row: dict[str, float], status: dict[str, Any]) -> str:
+        publisher = self.session.publisher
         record = next((record for record in list(publisher.records) if record.step == step), None)
         delta = "not published" if record is None else f"{record.delta_bytes / 1e6:.3f} MB"
-        pauses = [ack.pause_ms for ack in watcher.servers.values() if ack.pause_ms is not None]
-        served = "-" if watcher.seq is None else f"v{watcher.seq}"
+        pauses = status.get("pauses_ms") or []
+        served = "-" if status.get("seq") is None else f"v{status['seq']}"
         return (
             f"{step:4d}  {row.get('reward', float('nan')):6.3f}  {row['delta/changed_frac']:7.3%}  "
             f"{delta:>13} / {self.session.table.full_bytes / 1e6:8.2f} MB  {'v' + str(publisher.durable_seq):>9}  "
             f"{served:>6}  {row.get('sample/staleness_mean', float('nan')):9.2f}  "
-            + (f"{max(pauses):.1f} ms" if pauses else "-")
+            + (f"{pauses[-1]:.1f} ms" if pauses else "-")
         )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with TRL, serve with vLLM, keep the server's weights equal to the trainer's by deltas through a folder.
 
-    python examples/quickstart_cpu.py                     SmolLM2-135M, about 12 minutes on two cores
-    python examples/quickstart_cpu.py --model tiny        a generated two-layer model, about 3 minutes
+    python examples/quickstart_cpu.py                     SmolLM2-135M, about 5 minutes on two cores
+    python examples/quickstart_cpu.py --model tiny        a generated two-layer model, about 1 minute
 
 What it shows: TRL's own AsyncGRPOTrainer with its spawned rollout worker learns to add numbers, a real `vllm serve`
 generates the rollouts, and after every optimizer step only the changed bf16 values travel, through a bucket in
@@ -95,7 +95,7 @@ def train_and_compare(arguments, model: Path, bucket: Path, run_dir: Path, serve
     trainer = make_trainer(arguments, model, run_dir, server.url)
     config = DeltaSyncConfig(delta_sync_bucket=str(bucket), delta_sync_close_timeout_s=CLOSE_TIMEOUT_S)
     session = attach(trainer, config=config).session
-    lines = LiveLines(session)
+    lines = LiveLines(session, server.status)
     trainer.add_callback(lines)
     try:
         trainer.train()
@@ -106,7 +106,7 @@ def train_and_compare(arguments, model: Path, bucket: Path, run_dir: Path, serve
         lines.close()
 
     last = session.publisher.durable_seq
-    say(f"training has ended; waiting until the server serves v{last}")
+    say(f"training has ended; the server is to serve v{last}, the newest in the bucket")
     status = wait_served(server, last)
     unequal = compare(session, server) if status else None
     summary = summarise(lines, status, unequal, time.monotonic() - began_s, run_dir)
@@ -232,4 +232,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("demo: interrupted")
