@@ -23,13 +23,16 @@ _MAX_LABELS = 10_000
 class _Seen:
     ack: Ack
     changed_s: float
+    # written before this session, and behind its first version: a server of an earlier time, until it speaks again
+    is_past: bool
 
 
 class AckWatcher:
     """Polls the acknowledgements of a bucket in a thread of its own.
 
     A version counts as acknowledged when at least `expected_servers` live servers serve it or a later one, each with
-    the digest it was published with; the slowest of them decides.
+    the digest it was published with; the slowest of them decides. What was written before the session and is behind
+    its first version is left over from servers of an earlier time, and does not count.
 
     Args:
         read_acks (callable): returns all acknowledgements of the bucket; store errors are tolerated.
@@ -59,7 +62,8 @@ class AckWatcher:
         self._silent: set[str] = set()
         self._wrong: set[tuple[str, int]] = set()
         self._listeners: list[Callable[[int], None]] = []
-        self._history: deque[Ack] = deque(maxlen=_MAX_LABELS)
+        self._start_seq = publisher.durable_seq
+        self._polls = 0
         self._seq: int | None = None
         self._advanced = threading.Condition()
         self._stop = threading.Event()
@@ -81,12 +85,6 @@ class AckWatcher:
         """Newest acknowledgement of every server of this run."""
         with self._advanced:
             return {server: seen.ack for server, seen in self._seen.items()}
-
-    @property
-    def history(self) -> list[Ack]:
-        """Acknowledgements in the order in which they were seen."""
-        with self._advanced:
-            return list(self._history)
 
     def add_listener(self, listener: Callable[[int], None]) -> None:
         """Call `listener(step)` in the watcher's thread after each poll that knows an acknowledged step."""
@@ -120,6 +118,7 @@ class AckWatcher:
         with self._advanced:
             for ack in acks:
                 self._note(ack)
+            self._polls += 1
             seq = self._acknowledged()
         step = None if seq is None else self._publisher.step_of(seq)
         if step is not None:
@@ -135,9 +134,9 @@ class AckWatcher:
             return
         seen = self._seen.get(ack.server)
         if seen is None or seen.ack != ack:
-            self._seen[ack.server] = _Seen(ack, time.monotonic())
+            is_past = self._polls == 0 and ack.version.seq < self._start_seq
+            self._seen[ack.server] = _Seen(ack, time.monotonic(), is_past)
             self._silent.discard(ack.server)
-            self._history.append(ack)
 
     def _acknowledged(self) -> int | None:
         live = [
@@ -152,6 +151,8 @@ class AckWatcher:
         assert ack.version is not None
         if ack.version.seq >= self._publisher.durable_seq:
             return True
+        if seen.is_past:
+            return False
         # a server that keeps up writes with every version; only the time since it fell behind counts
         behind_s = time.monotonic() - max(seen.changed_s, self._publisher.durable_since_s(ack.version.seq + 1))
         if behind_s < self._server_timeout_s:

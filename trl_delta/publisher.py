@@ -161,11 +161,6 @@ class Publisher:
             self._changed.wait_for(lambda: self._drained() or self.failure is not None, timeout_s)
             return self._drained()
 
-    def wait_for(self, seq: int, timeout_s: float) -> bool:
-        """Wait until a version is durable."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._durable_seq >= seq, timeout_s)
-
     def close(self, timeout_s: float) -> bool:
         """Wait as [`Publisher.wait`] does, then end the thread. Safe to call again."""
         durable = self.wait(timeout_s)

@@ -88,7 +88,7 @@ class DeltaSyncSession:
         live = live_tensors(model, self._base)
         self.table = table_of(live)
         if self._base is not None:
-            self._base.require_same(self.table, f"the checkpoint {reference}", "the training model")
+            _require_base(self._base, self.table, reference)
         self.detector = Detector(live)
         writer = self._open_run(store, live, model, processing_class, reference, base, step)
         self._model = model
@@ -237,6 +237,16 @@ def _base_checkpoint(model: torch.nn.Module) -> tuple[str | None, Checkpoint | N
         logger.info("delta sync: cannot refer to the checkpoint %s: %s", reference, error)
         return reference, None
     return reference, base
+
+
+def _require_base(base: TensorTable, found: TensorTable, reference: str | None) -> None:
+    try:
+        base.require_same(found, f"the checkpoint {reference}", "the training model")
+    except ModelMismatchError as error:
+        raise ModelMismatchError(
+            f"{error} If the model is meant to differ from it (more tokens, other layers), save it with "
+            "save_pretrained() and start trainer and servers from that folder."
+        ) from error
 
 
 def _save_anchor(
