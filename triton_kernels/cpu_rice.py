@@ -273,6 +273,9 @@ def _decode_bitmap(high, high_bits, n, coded, complement, positions):
             members = ~word
             if size < 64:
                 members &= (np.uint64(1) << np.uint64(size)) - np.uint64(1)
+            # a torn stream has fewer holes than its counts say, hence more members than there is room for
+            if at + np.int64(_count_ones(members)) > positions.size:
+                return np.int64(-1)
         while members:
             positions[at] = base + np.int64(_trailing_zeros(members))
             at += 1
