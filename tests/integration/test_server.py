@@ -9,6 +9,8 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ pytestmark = pytest.mark.e2e
 EXTENSION = "--worker-extension-cls=vllm_delta.DeltaWorkerExtension"
 # the last one fills more than one block of the prefix cache (128 tokens on a CPU)
 PROMPTS = ["What is 12 plus 30?", "The answer is", "First count, then fill. " * 40]
-TOKENS_IN_FLIGHT = 400
+# long enough for three versions to come and go
+TOKENS_IN_FLIGHT = 1500
 
 
 def environment(bucket: Path) -> dict[str, str]:
@@ -46,8 +49,17 @@ def followed(
     """A server on the base checkpoint, started before its bucket exists, and the run that it follows."""
     folder = tmp_path_factory.mktemp(request.param)
     training = Training(tiny_model(request.param), folder / "bucket")
-    with serve(training.base, folder / "server.log", EXTENSION, env=environment(training.bucket)) as server:
+    env = environment(training.bucket)
+    # without scale-out no answer of the API tells which version produced which token
+    with serve(training.base, folder / "server.log", EXTENSION, "--enable-scale-out", env=env) as server:
         yield server, training
+
+
+def labelled(server: Server) -> list[dict[str, Any]]:
+    """Which versions produced which tokens of a long request."""
+    options = {"max_tokens": TOKENS_IN_FLIGHT, "temperature": 0, "ignore_eos": True}
+    body = {"model": server.model, "token_ids": [5, 6, 7], "sampling_params": options}
+    return server.request("/inference/v1/generate", body)["choices"][0]["weight_versions"]
 
 
 def test_three_updates_under_load_equal_a_fresh_server(followed: tuple[Server, Training], tmp_path: Path):
@@ -59,7 +71,8 @@ def test_three_updates_under_load_equal_a_fresh_server(followed: tuple[Server, T
     server.wait(lambda s: s["state"] == "serving" and s["seq"] == 0, "version 0")
     before = answers(server)
     running = Background(server, [f"{prompt} {i}" for i in range(2) for prompt in PROMPTS[:2]], TOKENS_IN_FLIGHT)
-    versions = []
+    spans = ThreadPoolExecutor(1).submit(labelled, server)
+    versions = [pointed_to(training.bucket)]
     for seq, encoding in ((1, "plain"), (2, "packed"), (3, "context")):
         versions.append(training.publish(writer, encoding))
         status = server.wait(lambda s, seq=seq: s["seq"] == seq, f"version {seq}")
@@ -67,6 +80,13 @@ def test_three_updates_under_load_equal_a_fresh_server(followed: tuple[Server, T
         if seq == 1:
             assert running.num_running == 4, "the requests were over before the first update"
     assert all(len(choice["logprobs"]["tokens"]) == TOKENS_IN_FLIGHT for choice in running.finish())
+    # every token has exactly one version, in their order
+    assert [(span["start"], span["end"]) for span in spans.result()] == list(
+        pairwise([0, *(span["end"] for span in spans.result())])
+    )
+    names = [str(version.version) for version in versions]
+    assert spans.result()[-1]["end"] == TOKENS_IN_FLIGHT and len(spans.result()) > 1
+    assert [span["version"] for span in spans.result()] == names[: len(spans.result())]
     assert status["commits"] == 3 and len(status["pauses_ms"]) == 3
 
     proof = server.verify()
@@ -177,11 +197,11 @@ def test_a_bucket_that_vanishes_and_returns(followed: tuple[Server, Training], t
         training.start()
     good = server.wait(lambda s: s["state"] == "serving", "the server to follow")
     lines_before = len(server.log_text().splitlines())
-    running = Background(server, PROMPTS[:2], TOKENS_IN_FLIGHT)
+    running = Background(server, PROMPTS[:2], 200)
     shutil.move(training.bucket, tmp_path / "elsewhere")
     gone = server.wait(lambda s: s["state"] == "degraded", "the missing bucket to be reported")
     assert str(training.bucket) in gone["reason"] and gone["version"] == good["version"]
-    assert all(len(choice["logprobs"]["tokens"]) == TOKENS_IN_FLIGHT for choice in running.finish())
+    assert all(len(choice["logprobs"]["tokens"]) == 200 for choice in running.finish())
     time.sleep(1)
     assert not training.bucket.exists(), "the server made a bucket of its own"
     shutil.move(tmp_path / "elsewhere", training.bucket)

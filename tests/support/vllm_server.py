@@ -24,7 +24,7 @@ START_TIMEOUT_S = 240.0
 FLAGS = (
     "--dtype=bfloat16",
     "--enforce-eager",
-    "--max-model-len=512",
+    "--max-model-len=2048",
     "--max-num-seqs=16",
     "--kv-cache-memory-bytes=268435456",
 )
@@ -168,14 +168,12 @@ def _await_health(server: Server, process: subprocess.Popen[bytes], timeout_s: f
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    # vLLM ends its own processes in order when its first one is asked to
     for sign, wait_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        try:
+        process.send_signal(sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            continue
-        # the leader is gone; what it left behind in its session goes too
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        return
+            break
+    # what a dead leader left behind in its session
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
