@@ -314,6 +314,7 @@ def _decode_gaps(low, low_bits, high, high_bits, k, n, positions):
     shift_k = np.uint64(k)
     mask = (np.uint64(1) << shift_k) - np.uint64(1)
     position = np.int64(-1)
+    longest = n >> k
     for i in range(positions.size):
         while word == 0:
             word_index += 1
@@ -322,7 +323,8 @@ def _decode_gaps(low, low_bits, high, high_bits, k, n, positions):
             word = high[word_index]
         one = (word_index << 6) + np.int64(_trailing_zeros(word))
         word &= word - np.uint64(1)
-        gap = (one - before - 1) << k
+        quotient = one - before - 1
+        gap = quotient << k
         before = one
         at_word = low_bits >> 6
         shift = np.uint64(low_bits & 63)
@@ -332,8 +334,8 @@ def _decode_gaps(low, low_bits, high, high_bits, k, n, positions):
         gap |= np.int64(value & mask)
         low_bits += k
         position += 1 + gap
-        # a gap that wrapped is negative
-        if gap < 0 or position >= n:
+        # the quotient is bounded, too, so that no gap wraps
+        if quotient > longest or position >= n:
             return np.int64(-1)
         positions[i] = position
     return before + 1

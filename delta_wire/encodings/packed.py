@@ -119,10 +119,11 @@ def read_entries(directory: s.DirectoryReader, table: TensorTable, source: str) 
     if num_parts > len(table):
         raise FormatError(f"{source}: {num_parts} tensors changed, the model has {len(table)}")
     entries = directory.read(2 * num_parts, np.tile([ORDER_ORDINAL, ORDER_CHANGED], num_parts)).reshape(-1, 2)
-    ordinals = np.cumsum(entries[:, 0] + 1) - 1
-    # one gap is below 2^47, so sums of as many as there are tensors cannot wrap
-    if num_parts and int(ordinals.max()) >= len(table):
-        raise FormatError(f"{source}: tensor number {int(ordinals.max())} changed, the model has {len(table)}")
+    gaps = entries[:, 0]
+    # a gap as long as the table is refused by itself, so that no sum wraps
+    if (gaps >= len(table)).any() or int((gaps + 1).sum()) > len(table):
+        raise FormatError(f"{source}: a tensor beyond the last of the model's {len(table)} changed")
+    ordinals = np.cumsum(gaps + 1) - 1
     all_names = list(table)
     return [all_names[i] for i in ordinals], np.ascontiguousarray(entries[:, 1])
 
