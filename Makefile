@@ -8,12 +8,13 @@ READY := $(VENV)/.ready
 MODEL ?= smollm2
 PYTEST_ARGS ?=
 
-.PHONY: help env demo test lint format clean
+.PHONY: help env demo test aot lint format clean
 
 help:
 	@echo "make demo               train SmolLM2-135M with TRL, serve it with vLLM, sync by deltas (about 15 minutes)"
 	@echo "make demo MODEL=tiny    the same with a generated model (under 4 minutes after the environment exists)"
 	@echo "make test               lint and all tests"
+	@echo "make aot                compile every GPU kernel for sm_80, sm_90 and sm_100, no GPU needed, and check them"
 	@echo "make env                only the environment, in $(VENV)"
 
 env: $(READY)
@@ -27,6 +28,9 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+aot: $(READY)
+	$(BIN)/python tools/aot.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -76,7 +76,8 @@ def _extract() -> Iterator[Build]:
         bits = 32 if kind == 0 else 16
         arguments = {"p_param": f"*i{bits}", "p_bits": "*i16", "num_elements": "i64"}
         yield Build(triton_extract.round_kernel, arguments, {"KIND": kind, "BLOCK": block}, block, variant=name)
-        for aligned in (True, False):
+        # how a tensor begins is the same question for every type
+        for aligned in (True, False) if kind == 0 else (True,):
             constants = {"KIND": kind, "ALIGNED": aligned, "BLOCK": block}
             variant = name if aligned else f"{name} unaligned"
             unaligned = "a tensor that begins between two multiples of 16 bytes"
@@ -125,11 +126,11 @@ def _digest() -> Iterator[Build]:
     odd = {"p_rows": "a view whose rows begin anywhere or whose elements are apart"}
     for columns in (block, 128):
         tile = {"ROWS": block // columns, "COLUMNS": columns}
-        # stride 1 is compiled in
+        # ones are compiled in: the stride of a row's elements, the size of an axis that a 2-D block does not have
         yield Build(
             triton_digest.strided_kernel,
-            arguments,
-            {"stride_2": 1} | tile,
+            {name: kind for name, kind in arguments.items() if columns == 128 or name != "size_1"},
+            {"stride_2": 1} | ({} if columns == 128 else {"size_1": 1}) | tile,
             block,
             one | {"p_bits": "through its rows"},
             {"p_rows": 16},
@@ -278,7 +279,7 @@ def _steps() -> Iterator[Build]:
 
 
 def _rank() -> Iterator[Build]:
-    block, chunk = triton_rank.BLOCK, triton_rank.CHUNK
+    block = triton_rank.BLOCK
     yield Build(
         triton_rank.histogram_kernel,
         {"p_bits": "*i16", "p_counts": "*i32", "num_elements": "i64"},
@@ -286,7 +287,7 @@ def _rank() -> Iterator[Build]:
         block,
         {"p_counts": "256 counts, two a thread"},
     )
-    few = f"{chunk} elements a time"
+    few = "a few elements a program"
     for index in ("i32", "i64"):
         yield Build(
             triton_rank.rank_kernel,
@@ -299,7 +300,7 @@ def _rank() -> Iterator[Build]:
                 "p_rank": "*i64",
                 "num_elements": "i64",
             },
-            {"BLOCK": block, "CHUNK": chunk},
+            {"BLOCK": block, "CHUNK": triton_rank.RANK_CHUNK},
             block,
             {"p_bounds": _ONE, "p_listed": _LISTED}
             | dict.fromkeys(("p_before", "p_indices", "p_exponent", "p_rank"), few),
@@ -318,7 +319,7 @@ def _rank() -> Iterator[Build]:
             "depth": "i32",
             "num_ranks": "i64",
         },
-        {"BLOCK": block, "CHUNK": chunk},
+        {"BLOCK": block, "CHUNK": triton_rank.SELECT_CHUNK},
         block,
         {"p_before": _BISECTION, "p_column": _BISECTION} | dict.fromkeys(("p_ranks", "p_class", "p_indices"), few),
         multiples=("num_elements",),

@@ -13,6 +13,46 @@ if __name__ == "triton_kernels":
         "take it for another library. Install the project with 'pip install .' and start programs from another folder."
     )
 
-from delta_wire.kernels.dispatch import digest_dense, digest_sparse, extract, gather, round_bits, scatter, warm_up
+from delta_wire.kernels.coding import (
+    apply_steps,
+    class_counts,
+    class_ranks,
+    class_select,
+    decode_steps,
+    encode_steps,
+    rice_decode,
+    rice_encode,
+)
+from delta_wire.kernels.dispatch import (
+    digest_dense,
+    digest_sparse,
+    extract,
+    extract_many,
+    gather,
+    lanes_to_ints,
+    round_bits,
+    scatter,
+    swap,
+    warm_up,
+)
 
-__all__ = ["digest_dense", "digest_sparse", "extract", "gather", "round_bits", "scatter", "warm_up"]
+__all__ = [
+    "apply_steps",
+    "class_counts",
+    "class_ranks",
+    "class_select",
+    "decode_steps",
+    "digest_dense",
+    "digest_sparse",
+    "encode_steps",
+    "extract",
+    "extract_many",
+    "gather",
+    "lanes_to_ints",
+    "rice_decode",
+    "rice_encode",
+    "round_bits",
+    "scatter",
+    "swap",
+    "warm_up",
+]

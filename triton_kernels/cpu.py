@@ -169,6 +169,21 @@ def scatter(flat, positions, new, old):
 
 
 @jit
+def swap(flat, positions, new, indices, key_0, key_1, old, lanes):
+    """As [`scatter`], and adds the lanes (`[4]`, uint64) of the old bits and of those read back. Reads 16 K or 20 K
+    bytes, writes 4 K."""
+    scatter(flat, positions, new, old)
+    for i in range(positions.size):
+        index = np.uint64(indices[i]) << np.uint64(16)
+        before = index | np.uint64(old[i])
+        after = index | np.uint64(flat[positions[i]])
+        lanes[0] += _mix(before ^ key_0)
+        lanes[1] += _mix(before + key_1)
+        lanes[2] += _mix(after ^ key_0)
+        lanes[3] += _mix(after + key_1)
+
+
+@jit
 def check_indices(indices, num_elements):
     """Position of the first entry that is out of range or not greater than its predecessor, −1 if there is none."""
     previous = np.int64(-1)

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from delta_wire.kernels.devices import on_device, require, to_host, to_torch, uses_triton
 
 if TYPE_CHECKING:
     import torch
@@ -17,19 +20,6 @@ _INT32_LIMIT = 1 << 31
 _CHUNK = 1 << 20
 _THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="delta-kernels")
 _LOCAL = threading.local()
-
-
-def _host(tensor: torch.Tensor, dtype: type[np.generic]) -> np.ndarray:
-    """Zero-copy numpy view of a CPU tensor's bits."""
-    import torch
-
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().view(integer).numpy().view(dtype)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 def round_bits(param: torch.Tensor) -> torch.Tensor:
@@ -43,20 +33,23 @@ def round_bits(param: torch.Tensor) -> torch.Tensor:
     """
     from delta_wire.kernels import reference
 
-    _require(
-        param.dtype in reference.ROUNDABLE, f"round_bits: dtype {param.dtype} is not one of {reference.ROUNDABLE}"
-    )
-    _require(param.is_contiguous(), "round_bits: the parameter must be contiguous")
+    require(param.dtype in reference.ROUNDABLE, f"round_bits: dtype {param.dtype} is not one of {reference.ROUNDABLE}")
+    require(param.is_contiguous(), "round_bits: the parameter must be contiguous")
     import torch
 
     param = param.detach()
+    if uses_triton(param):
+        from delta_wire.kernels import triton_extract
+
+        with on_device(param):
+            return triton_extract.round_bits(param)
     if param.device.type != "cpu" or param.dtype == torch.bfloat16:
         return reference.round_bits(param)
     from delta_wire.kernels import cpu
 
-    wide = _host(param.to(torch.float32), np.uint32).reshape(-1)
+    wide = to_host(param.to(torch.float32), np.uint32).reshape(-1)
     out = torch.empty(param.shape, dtype=torch.int16)
-    cpu.round_f32(wide, _host(out, np.uint16).reshape(-1))
+    cpu.round_f32(wide, to_host(out, np.uint16).reshape(-1))
     return out
 
 
@@ -69,18 +62,55 @@ def extract(param: torch.Tensor, snapshot: torch.Tensor) -> tuple[torch.Tensor, 
 
     Returns:
         `(indices, old, new)`: flat indices `[K]` in ascending order, int32 (int64 from 2^31 elements on); bits
-        before and after, int16 `[K]`. On a CPU reads 6 N bytes for float32 and 4 N for bfloat16, once.
+        before and after, int16 `[K]`. Reads 6 N bytes for float32 and 4 N for bfloat16, once.
     """
+    return extract_many([param], [snapshot])[0]
+
+
+def extract_many(
+    params: Sequence[torch.Tensor], snapshots: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """As [`extract`] for all tensors of a model, on one device, whose host learns all sizes in one go.
+
+    Args:
+        params (list of `torch.Tensor`): see [`extract`].
+        snapshots (list of `torch.Tensor`): one for each, no two sharing memory.
+
+    Returns:
+        For each tensor what [`extract`] returns. On a GPU these are views of common arrays.
+    """
+    for param, snapshot in zip(params, snapshots, strict=True):
+        _check_extract(param, snapshot)
+    if params and uses_triton(params[0]):
+        from delta_wire.kernels import triton_extract
+
+        devices = {tensor.device for tensor in (*params, *snapshots)}
+        require(
+            len(devices) == 1, f"extract_many: all tensors must be on one device, found {sorted(map(str, devices))}"
+        )
+        with on_device(params[0]):
+            return triton_extract.extract_many([param.detach() for param in params], snapshots)
+    return [_extract(param, snapshot) for param, snapshot in zip(params, snapshots, strict=True)]
+
+
+def _check_extract(param: torch.Tensor, snapshot: torch.Tensor) -> None:
     import torch
 
     from delta_wire.kernels import reference
 
-    _require(param.dtype in reference.ROUNDABLE, f"extract: dtype {param.dtype} is not one of {reference.ROUNDABLE}")
-    _require(param.is_contiguous() and snapshot.is_contiguous(), "extract: parameter and snapshot must be contiguous")
-    _require(
+    require(param.dtype in reference.ROUNDABLE, f"extract: dtype {param.dtype} is not one of {reference.ROUNDABLE}")
+    require(param.is_contiguous() and snapshot.is_contiguous(), "extract: parameter and snapshot must be contiguous")
+    require(
         snapshot.dtype == torch.int16 and snapshot.numel() == param.numel() and snapshot.dim() == 1,
         f"extract: the snapshot must be int16 [{param.numel()}], found {snapshot.dtype} {list(snapshot.shape)}",
     )
+
+
+def _extract(param: torch.Tensor, snapshot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    import torch
+
+    from delta_wire.kernels import reference
+
     index_dtype = torch.int32 if param.numel() < _INT32_LIMIT else torch.int64
     if param.device.type != "cpu":
         indices, old, new = reference.extract(param.detach(), snapshot)
@@ -88,10 +118,10 @@ def extract(param: torch.Tensor, snapshot: torch.Tensor) -> tuple[torch.Tensor, 
     from delta_wire.kernels import cpu
 
     if param.dtype == torch.bfloat16:
-        source, find = _host(param, np.uint16).reshape(-1), cpu.extract_bits
+        source, find = to_host(param, np.uint16).reshape(-1), cpu.extract_bits
     else:
-        source, find = _host(param.to(torch.float32), np.uint32).reshape(-1), cpu.extract_f32
-    held = _host(snapshot, np.uint16)
+        source, find = to_host(param.to(torch.float32), np.uint32).reshape(-1), cpu.extract_f32
+    held = to_host(snapshot, np.uint16)
     numpy_index = np.int32 if index_dtype == torch.int32 else np.int64
 
     def extract_chunk(start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -106,7 +136,7 @@ def extract(param: torch.Tensor, snapshot: torch.Tensor) -> tuple[torch.Tensor, 
         np.concatenate([np.empty(0, dtype=dtype), *(piece[part] for piece in pieces)])
         for part, dtype in enumerate((numpy_index, np.uint16, np.uint16))
     )
-    return torch.from_numpy(indices), _to_torch(old), _to_torch(new)
+    return torch.from_numpy(indices), to_torch(old), to_torch(new)
 
 
 def _scratch(index_dtype: type[np.generic]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -116,12 +146,6 @@ def _scratch(index_dtype: type[np.generic]) -> tuple[np.ndarray, np.ndarray, np.
         held = (np.empty(_CHUNK, index_dtype), np.empty(_CHUNK, np.uint16), np.empty(_CHUNK, np.uint16))
         _LOCAL.scratch = held
     return held
-
-
-def _to_torch(bits: np.ndarray) -> torch.Tensor:
-    import torch
-
-    return torch.from_numpy(bits.view(np.int16))
 
 
 def digest_sparse(indices: torch.Tensor | np.ndarray, bits: torch.Tensor | np.ndarray, keys: tuple[int, int]):
@@ -137,9 +161,17 @@ def digest_sparse(indices: torch.Tensor | np.ndarray, bits: torch.Tensor | np.nd
     """
     from delta_wire.kernels import cpu
 
+    if not isinstance(bits, np.ndarray) and uses_triton(bits):
+        import torch
+
+        from delta_wire.kernels import triton_digest
+
+        with on_device(bits):
+            on_gpu = torch.as_tensor(indices).to(bits.device)
+            return lanes_to_ints(triton_digest.digest_sparse(on_gpu, bits.detach(), keys))
     if not isinstance(indices, np.ndarray):
         indices = indices.cpu().numpy()
-    bits = bits.view(np.uint16) if isinstance(bits, np.ndarray) else _host(bits.cpu(), np.uint16)
+    bits = bits.view(np.uint16) if isinstance(bits, np.ndarray) else to_host(bits.cpu(), np.uint16)
     lanes = cpu.digest_sparse(indices, bits, np.uint64(keys[0]), np.uint64(keys[1]))
     return int(lanes[0]), int(lanes[1])
 
@@ -161,17 +193,27 @@ def digest_dense(
     """
     from delta_wire.kernels import cpu
 
+    require(bits.ndim <= 3, f"digest_dense: blocks have at most three dimensions, found {bits.ndim}")
+    if steps is None:
+        steps = tuple(int(np.prod(bits.shape[axis + 1 :], dtype=np.int64)) for axis in range(bits.ndim))
+    if not isinstance(bits, np.ndarray) and uses_triton(bits):
+        from delta_wire.kernels import triton_digest
+
+        with on_device(bits):
+            return lanes_to_ints(triton_digest.digest_dense(bits.detach(), keys, start, tuple(steps)))
     array = bits if isinstance(bits, np.ndarray) else bits.detach().cpu().numpy()
     array = array.view(np.uint16)
-    if array.ndim > 3:
-        raise ValueError(f"digest_dense: blocks have at most three dimensions, found {array.ndim}")
-    if steps is None:
-        steps = tuple(int(np.prod(array.shape[axis + 1 :], dtype=np.int64)) for axis in range(array.ndim))
     pad = 3 - array.ndim
     array = array.reshape((1,) * pad + array.shape)
     all_steps = (0,) * pad + tuple(steps)
     lanes = cpu.digest_block(array, start, *all_steps, np.uint64(keys[0]), np.uint64(keys[1]))
     return int(lanes[0]), int(lanes[1])
+
+
+def lanes_to_ints(lanes: torch.Tensor) -> tuple[int, int]:
+    """Two int64 sums, read from their device, as lanes modulo 2^64."""
+    lane_0, lane_1 = lanes.tolist()
+    return lane_0 % (1 << 64), lane_1 % (1 << 64)
 
 
 def gather(flat: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -180,12 +222,17 @@ def gather(flat: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
     from delta_wire.kernels import reference
 
+    if uses_triton(flat):
+        from delta_wire.kernels import triton_scatter
+
+        with on_device(flat):
+            return triton_scatter.gather(flat, positions)
     if flat.device.type != "cpu":
         return reference.gather(flat, positions)
     from delta_wire.kernels import cpu
 
     out = torch.empty(positions.numel(), dtype=torch.int16)
-    cpu.gather(_host(flat, np.uint16), positions.numpy(), _host(out, np.uint16))
+    cpu.gather(to_host(flat, np.uint16), positions.numpy(), to_host(out, np.uint16))
     return out
 
 
@@ -204,13 +251,53 @@ def scatter(flat: torch.Tensor, positions: torch.Tensor, new: torch.Tensor) -> t
 
     from delta_wire.kernels import reference
 
+    if uses_triton(flat):
+        from delta_wire.kernels import triton_scatter
+
+        with on_device(flat):
+            return triton_scatter.scatter(flat, positions, new)
     if flat.device.type != "cpu":
         return reference.scatter(flat, positions, new)
     from delta_wire.kernels import cpu
 
     old = torch.empty(positions.numel(), dtype=torch.int16)
-    cpu.scatter(_host(flat, np.uint16), positions.numpy(), _host(new, np.uint16), _host(old, np.uint16))
+    cpu.scatter(to_host(flat, np.uint16), positions.numpy(), to_host(new, np.uint16), to_host(old, np.uint16))
     return old
+
+
+def swap(
+    flat: torch.Tensor, positions: torch.Tensor, new: torch.Tensor, indices: torch.Tensor, keys: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write bits into a live parameter, and hash what was there and what is there now, read back.
+
+    Args:
+        flat, positions, new: see [`scatter`].
+        indices (`torch.Tensor`): int32 or int64 `[K]`, the flat checkpoint indices of the elements.
+        keys: the two 64-bit keys of the tensor's name.
+
+    Returns:
+        `(old, lanes)`: int16 `[K]`, the bits that were there before; int64 `[2, 2]` on the parameter's device, the
+        two lanes of the old bits and of those read back. Lanes of several calls may be added up before
+        [`lanes_to_ints`] reads them, so that a commit of many tensors waits for its device once.
+    """
+    import torch
+
+    from delta_wire.kernels import reference
+
+    if uses_triton(flat):
+        from delta_wire.kernels import triton_scatter
+
+        with on_device(flat):
+            return triton_scatter.swap(flat, positions, new, indices, keys)
+    if flat.device.type != "cpu":
+        return reference.swap(flat, positions, new, indices, keys)
+    from delta_wire.kernels import cpu
+
+    old = torch.empty(positions.numel(), dtype=torch.int16)
+    lanes = np.zeros(4, dtype=np.uint64)
+    bits, written, before = to_host(flat, np.uint16), to_host(new, np.uint16), to_host(old, np.uint16)
+    cpu.swap(bits, positions.numpy(), written, indices.numpy(), np.uint64(keys[0]), np.uint64(keys[1]), before, lanes)
+    return old, to_torch(lanes).reshape(2, 2)
 
 
 def warm_up() -> None:
@@ -228,3 +315,4 @@ def warm_up() -> None:
     digest_dense(snapshot.reshape(2, 4)[:, :2], (1, 2))
     positions = torch.zeros(1, dtype=torch.int64)
     scatter(snapshot, positions, gather(snapshot, positions))
+    swap(snapshot, positions, gather(snapshot, positions), positions, (1, 2))

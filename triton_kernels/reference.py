@@ -77,3 +77,13 @@ def scatter(flat: torch.Tensor, positions: torch.Tensor, new: torch.Tensor) -> t
     old = flat[positions]
     flat[positions] = new
     return old
+
+
+def swap(
+    flat: torch.Tensor, positions: torch.Tensor, new: torch.Tensor, indices: torch.Tensor, keys: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See [`delta_wire.kernels.swap`]."""
+    old = scatter(flat, positions, new)
+    lanes = [*digest_sparse(indices, old, keys), *digest_sparse(indices, flat[positions], keys)]
+    signed = [lane - (1 << 64) if lane >= 1 << 63 else lane for lane in lanes]
+    return old, torch.tensor(signed, dtype=torch.int64, device=flat.device).reshape(2, 2)

@@ -7,6 +7,9 @@ other access is as wide as the hardware allows. Sizes are not specialised: one c
 is rounded by the device's own conversions, and nothing is compared as a float.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +25,17 @@ _MIX_2 = tl.constexpr(0xC4CEB9FE1A85EC53)
 _TINY = tl.constexpr(2.0**-24)
 
 
-@triton.jit
+def jit(*sizes: str) -> Callable[[Callable[..., Any]], Any]:
+    """`triton.jit` for functions whose arguments `sizes` take any value without another compilation."""
+    return triton.jit(do_not_specialize=list(sizes))
+
+
+def num_blocks(num_elements: int, block: int) -> int:
+    """Blocks that hold so many elements."""
+    return -(-num_elements // block)
+
+
+@jit()
 def load_block(p_block, left, BLOCK: tl.constexpr):
     """`BLOCK` elements from `p_block` on, zeros from `left` on."""
     o = tl.arange(0, BLOCK)
@@ -33,7 +46,7 @@ def load_block(p_block, left, BLOCK: tl.constexpr):
     return block
 
 
-@triton.jit
+@jit()
 def store_block(p_block, block, left, BLOCK: tl.constexpr):
     """The first `left` elements of `block` to `p_block`."""
     o = tl.arange(0, BLOCK)
@@ -43,7 +56,7 @@ def store_block(p_block, block, left, BLOCK: tl.constexpr):
         tl.store(p_block + o, block, mask=o < left)  # last block
 
 
-@triton.jit
+@jit()
 def bf16_bits(pattern, KIND: tl.constexpr):
     """bf16 patterns (uint16) of fp32 (uint32), bf16 or fp16 (uint16) patterns; see `reference.round_bits`."""
     if KIND == BF16:
@@ -60,7 +73,7 @@ def bf16_bits(pattern, KIND: tl.constexpr):
     return tl.where((wide & 0x7FFFFFFF) > 0x7F800000, upper | 0x0040, rounded).to(tl.uint16)
 
 
-@triton.jit
+@jit()
 def popcount(word):
     """Number of ones of uint32 words. Written out: the compiler finds the instruction, the interpreter has none."""
     word = word - ((word >> 1) & 0x55555555)
@@ -69,13 +82,13 @@ def popcount(word):
     return ((word * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit
+@jit()
 def popcount_wide(word):
     """Number of ones of uint64 words."""
     return popcount(word.to(tl.uint32)) + popcount((word >> 32).to(tl.uint32))
 
 
-@triton.jit
+@jit()
 def or_bits(p_words, at, value, size, keep):
     """Set `size` bits (1 to 63) of `value` at bit `at` of zeroed int64 words, for the elements of a block to keep."""
     shift = (at & 63).to(tl.uint64)
@@ -87,7 +100,7 @@ def or_bits(p_words, at, value, size, keep):
     tl.atomic_or(p_word + 1, rest.to(tl.int64, bitcast=True), mask=crosses, sem="relaxed")
 
 
-@triton.jit
+@jit()
 def get_bits(p_words, at, size, keep):
     """Inverse of [`or_bits`], zero where not kept or of size zero."""
     keep = keep & (size > 0)
@@ -101,7 +114,7 @@ def get_bits(p_words, at, size, keep):
     return (bits & mask).to(tl.int64, bitcast=True)
 
 
-@triton.jit
+@jit()
 def mix(x):
     """64-bit finaliser of MurmurHash3 (Appleby, public domain), uint64."""
     x ^= x >> 33
@@ -111,7 +124,7 @@ def mix(x):
     return x ^ (x >> 33)
 
 
-@triton.jit
+@jit()
 def element_lanes(index, bits, keep, key_0, key_1):
     """Sums of the two lanes of `reference.element_hash` over a tile.
 
@@ -128,13 +141,13 @@ def element_lanes(index, bits, keep, key_0, key_1):
     return lane_0, lane_1
 
 
-@triton.jit
+@jit()
 def load_keys(p_keys):
     """The two keys of a name."""
     return tl.load(p_keys).to(tl.uint64, bitcast=True), tl.load(p_keys + 1).to(tl.uint64, bitcast=True)
 
 
-@triton.jit
+@jit()
 def store_lanes(p_lanes, lane_0, lane_1):
     """One program's sums."""
     tl.store(p_lanes, tl.sum(lane_0).to(tl.int64, bitcast=True))

@@ -9,14 +9,15 @@ Letters: `N` elements of a block, `K` elements of a list.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from delta_wire.kernels.triton_common import (
     device_keys,
     element_lanes,
+    jit,
     load_block,
     load_keys,
+    num_blocks,
     require_block,
     store_lanes,
 )
@@ -25,8 +26,8 @@ BLOCK = 2048
 _INT32_LIMIT = 1 << 31
 
 
-@triton.jit(do_not_specialize=["num_elements"])
-def sparse_kernel(p_indices, p_bits, p_keys, p_lanes, num_elements: tl.int64, BLOCK: tl.constexpr):
+@jit("num_elements")
+def sparse_kernel(p_indices, p_bits, p_keys, p_lanes, num_elements, BLOCK: tl.constexpr):
     """Two lanes over listed elements. Reads 6 K or 10 K bytes.
 
     Args:
@@ -45,8 +46,8 @@ def sparse_kernel(p_indices, p_bits, p_keys, p_lanes, num_elements: tl.int64, BL
     store_lanes(p_lanes + program * 2, lane_0, lane_1)
 
 
-@triton.jit(do_not_specialize=["start", "num_elements"])
-def dense_kernel(p_bits, p_keys, p_lanes, start: tl.int64, num_elements: tl.int64, BLOCK: tl.constexpr):
+@jit("start", "num_elements")
+def dense_kernel(p_bits, p_keys, p_lanes, start, num_elements, BLOCK: tl.constexpr):
     """Two lanes over consecutive elements, the first of flat index `start`. Reads 2 N bytes."""
     program = tl.program_id(0).to(tl.int64)
     base = program * BLOCK
@@ -58,7 +59,7 @@ def dense_kernel(p_bits, p_keys, p_lanes, start: tl.int64, num_elements: tl.int6
     store_lanes(p_lanes + program * 2, lane_0, lane_1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "start", "step_0", "step_1", "step_2"])
+@jit("num_rows", "start", "step_0", "step_1", "step_2")
 def strided_kernel(
     p_bits,
     p_keys,
@@ -103,7 +104,7 @@ def digest_sparse(
     """See [`delta_wire.kernels.digest_sparse`]. Returns the lanes as int64 `[2]` on the device."""
     require_block(indices, indices.dtype, bits.numel(), "digest_sparse: the indices")
     require_block(bits, torch.int16, indices.numel(), "digest_sparse: the bits")
-    programs = triton.cdiv(bits.numel(), block)
+    programs = num_blocks(bits.numel(), block)
     lanes = torch.empty((programs, 2), dtype=torch.int64, device=bits.device)
     if programs:
         sparse_kernel[(programs,)](indices, bits, device_keys(keys, bits.device), lanes, bits.numel(), BLOCK=block)
@@ -122,7 +123,7 @@ def digest_dense(
     sizes, strides, steps = _fold(tuple(bits.shape), bits.stride(), steps)
     on_device = device_keys(keys, device)
     if len(sizes) == 1 and strides[0] == steps[0] == 1:
-        programs = triton.cdiv(sizes[0], block)
+        programs = num_blocks(sizes[0], block)
         lanes = torch.empty((programs, 2), dtype=torch.int64, device=device)
         # strides, not the shape, say which memory is meant
         flat = bits.as_strided((sizes[0],), (1,))
@@ -133,9 +134,9 @@ def digest_dense(
     num_rows = sizes[0] * sizes[1]
     if max(num_rows, sizes[2]) >= _INT32_LIMIT:
         raise ValueError(f"digest_dense: a strided block has fewer than 2^31 rows and columns, found {bits.shape}")
-    columns = min(block, max(32, triton.next_power_of_2(sizes[2])))
+    columns = min(block, max(32, 1 << (sizes[2] - 1).bit_length()))
     rows = block // columns
-    programs = triton.cdiv(num_rows, rows) * triton.cdiv(sizes[2], columns)
+    programs = num_blocks(num_rows, rows) * num_blocks(sizes[2], columns)
     lanes = torch.empty((programs, 2), dtype=torch.int64, device=device)
     strided_kernel[(programs,)](
         bits, on_device, lanes, num_rows, *sizes[1:], *strides, start, *steps, ROWS=rows, COLUMNS=columns

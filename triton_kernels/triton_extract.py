@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 
-from delta_wire.kernels.triton_common import FP32, KINDS, bf16_bits, load_block, popcount, store_block
+from delta_wire.kernels.triton_common import FP32, KINDS, bf16_bits, jit, load_block, num_blocks, popcount, store_block
 
 BLOCK = 2048
 _ROW = tl.constexpr(5)
@@ -25,8 +24,8 @@ _INT32_LIMIT = 1 << 31
 _INTEGER = {4: torch.int32, 2: torch.int16}
 
 
-@triton.jit(do_not_specialize=["num_elements"])
-def round_kernel(p_param, p_bits, num_elements: tl.int64, KIND: tl.constexpr, BLOCK: tl.constexpr):
+@jit("num_elements")
+def round_kernel(p_param, p_bits, num_elements, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """bf16 patterns of a parameter. Reads 4 N or 2 N bytes, writes 2 N."""
     base = tl.program_id(0).to(tl.int64) * BLOCK
     left = num_elements - base
@@ -36,7 +35,7 @@ def round_kernel(p_param, p_bits, num_elements: tl.int64, KIND: tl.constexpr, BL
     store_block(p_bits + base, bits, left, BLOCK)
 
 
-@triton.jit
+@jit()
 def _locate(p_table, p_row, KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """This program's block: pointers to its first element, elements left from there, flat index, number of block."""
     program = tl.program_id(0)
@@ -54,7 +53,7 @@ def _locate(p_table, p_row, KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl
     return p_param, p_snapshot, tl.load(p_own + 2) - base, base, tl.load(p_own + 4) + within
 
 
-@triton.jit
+@jit()
 def mark_kernel(p_table, p_row, p_words, p_counts, KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """One bit per element, whether it changed, and the number of changes of each block.
 
@@ -76,7 +75,7 @@ def mark_kernel(p_table, p_row, p_words, p_counts, KIND: tl.constexpr, ALIGNED: 
     tl.store(p_counts + block, tl.sum(popcount(words)))
 
 
-@triton.jit
+@jit()
 def compact_kernel(
     p_table,
     p_row,
@@ -123,7 +122,7 @@ def round_bits(param: torch.Tensor, *, block: int = BLOCK) -> torch.Tensor:
     """See [`delta_wire.kernels.round_bits`]."""
     bits = torch.empty(param.shape, dtype=torch.int16, device=param.device)
     if param.numel():
-        grid = (triton.cdiv(param.numel(), block),)
+        grid = (num_blocks(param.numel(), block),)
         pattern = param.view(_INTEGER[param.element_size()])
         round_kernel[grid](pattern, bits, param.numel(), KIND=KINDS[param.dtype], BLOCK=block)
     return bits

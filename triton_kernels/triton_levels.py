@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 
-from delta_wire.kernels.triton_common import get_bits, load_block, or_bits, store_block
+from delta_wire.kernels.triton_common import get_bits, jit, load_block, or_bits, store_block
 
 # columns of the table of a level: where a group's list, its survivors, its segment and its raw bits begin, survivors
 _LIST, _KEPT, _SEGMENT, _RAW, _SIZE = (tl.constexpr(column) for column in range(5))
 _ROW = tl.constexpr(5)
 
 
-@triton.jit(do_not_specialize=["level", "num_members"])
+@jit("level", "num_members")
 def split_kernel(
     p_magnitude,
     p_sums,
@@ -30,7 +29,7 @@ def split_kernel(
     p_next,
     p_raw,
     level,
-    num_members: tl.int64,
+    num_members,
     BLOCK: tl.constexpr,
 ):
     """One level of `cpu_rice.split_magnitudes`. Reads 16 L bytes, writes 12 a survivor and `level` bits a drop-out.
@@ -62,8 +61,8 @@ def split_kernel(
     or_bits(p_raw, at, low, level, keep & ~survives & (level > 0))
 
 
-@triton.jit(do_not_specialize=["num_survivors"])
-def survive_kernel(p_list, p_levels, p_group, p_table, p_next, num_survivors: tl.int64, BLOCK: tl.constexpr):
+@jit("num_survivors")
+def survive_kernel(p_list, p_levels, p_group, p_table, p_next, num_survivors, BLOCK: tl.constexpr):
     """Elements that outlive a level. Reads 12 bytes an element and gathers 8, writes 8.
 
     Args:
@@ -83,7 +82,7 @@ def survive_kernel(p_list, p_levels, p_group, p_table, p_next, num_survivors: tl
     store_block(p_next + base, tl.load(p_list + member, mask=keep, other=0), left, BLOCK)
 
 
-@triton.jit(do_not_specialize=["level", "depth", "num_dropped"])
+@jit("level", "depth", "num_dropped")
 def drop_kernel(
     p_list,
     p_levels,
@@ -93,7 +92,7 @@ def drop_kernel(
     p_step,
     level,
     depth,
-    num_dropped: tl.int64,
+    num_dropped,
     BLOCK: tl.constexpr,
 ):
     """Magnitudes of the elements that drop out at a level above zero: those that its segments do not list, found by

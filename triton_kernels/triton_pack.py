@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 
 from delta_wire.kernels.segments import (
@@ -27,7 +26,16 @@ from delta_wire.kernels.segments import (
     UNIVERSE,
     Segments,
 )
-from delta_wire.kernels.triton_common import get_bits, load_block, or_bits, popcount_wide, require_block, store_block
+from delta_wire.kernels.triton_common import (
+    get_bits,
+    jit,
+    load_block,
+    num_blocks,
+    or_bits,
+    popcount_wide,
+    require_block,
+    store_block,
+)
 
 BLOCK = 1024
 _CODED, _HOLES, _LOW_BITS, _LOW_START, _UNIVERSE = (
@@ -36,20 +44,20 @@ _CODED, _HOLES, _LOW_BITS, _LOW_START, _UNIVERSE = (
 _ROW = tl.constexpr(COLUMNS)
 
 
-@triton.jit
+@jit()
 def _rows(p_segment, p_table, base, left, BLOCK: tl.constexpr):
     """The rows of the table that a block's elements belong to."""
     return p_table + load_block(p_segment + base, left, BLOCK).to(tl.int64) * _ROW
 
 
-@triton.jit(do_not_specialize=["depth", "num_out"])
+@jit("depth", "num_out")
 def complement_kernel(
     p_source,
     p_segment,
     p_table,
     p_out,
     depth,
-    num_out: tl.int64,
+    num_out,
     SOURCE: tl.constexpr,
     OUT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -85,7 +93,7 @@ def complement_kernel(
     store_block(p_out + base, tl.where(is_hole, rank + low, listed), left, BLOCK)
 
 
-@triton.jit
+@jit()
 def _gaps(p_coded, p_segment, p_table, base, left, BLOCK: tl.constexpr):
     """Rows, ranks, low bits and gaps of a block of coded elements."""
     o = tl.arange(0, BLOCK)
@@ -98,8 +106,8 @@ def _gaps(p_coded, p_segment, p_table, base, left, BLOCK: tl.constexpr):
     return p_row, rank, tl.load(p_row + _LOW_BITS, mask=keep, other=0), position - previous - 1
 
 
-@triton.jit(do_not_specialize=["num_coded"])
-def lengths_kernel(p_coded, p_segment, p_table, p_lengths, num_coded: tl.int64, BLOCK: tl.constexpr):
+@jit("num_coded")
+def lengths_kernel(p_coded, p_segment, p_table, p_lengths, num_coded, BLOCK: tl.constexpr):
     """Bits of each element's unary code (int64). Reads 8 or 12 C bytes, writes 8 C."""
     base = tl.program_id(0).to(tl.int64) * BLOCK
     left = num_coded - base
@@ -107,8 +115,8 @@ def lengths_kernel(p_coded, p_segment, p_table, p_lengths, num_coded: tl.int64, 
     store_block(p_lengths + base, (gap >> k) + 1, left, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_coded"])
-def emit_kernel(p_coded, p_segment, p_table, p_ends, p_low, p_high, num_coded: tl.int64, BLOCK: tl.constexpr):
+@jit("num_coded")
+def emit_kernel(p_coded, p_segment, p_table, p_ends, p_low, p_high, num_coded, BLOCK: tl.constexpr):
     """Set every element's bits in the two streams. Reads 16 or 20 C bytes, updates up to three words an element.
 
     Args:
@@ -129,8 +137,8 @@ def emit_kernel(p_coded, p_segment, p_table, p_ends, p_low, p_high, num_coded: t
     or_bits(p_low, at, gap & ((tl.full([BLOCK], 1, tl.int64) << k) - 1), k, keep & (k > 0))
 
 
-@triton.jit(do_not_specialize=["num_words"])
-def count_kernel(p_words, p_counts, num_words: tl.int64, BLOCK: tl.constexpr):
+@jit("num_words")
+def count_kernel(p_words, p_counts, num_words, BLOCK: tl.constexpr):
     """Ones of each word (int32). Reads 8 W bytes, writes 4 W."""
     base = tl.program_id(0).to(tl.int64) * BLOCK
     left = num_words - base
@@ -138,8 +146,8 @@ def count_kernel(p_words, p_counts, num_words: tl.int64, BLOCK: tl.constexpr):
     store_block(p_counts + base, popcount_wide(words), left, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_words", "num_ones"])
-def select_kernel(p_words, p_sums, p_ones, num_words: tl.int64, num_ones: tl.int64, BLOCK: tl.constexpr):
+@jit("num_words", "num_ones")
+def select_kernel(p_words, p_sums, p_ones, num_words, num_ones, BLOCK: tl.constexpr):
     """Position of the i-th one, for the first `num_ones`. Reads 16 W bytes, writes 8 C.
 
     Args:
@@ -160,8 +168,8 @@ def select_kernel(p_words, p_sums, p_ones, num_words: tl.int64, num_ones: tl.int
     tl.store(p_ones + rank, position, mask=is_one)
 
 
-@triton.jit(do_not_specialize=["num_coded"])
-def rebuild_kernel(p_ones, p_low, p_segment, p_table, p_bad, p_lengths, num_coded: tl.int64, BLOCK: tl.constexpr):
+@jit("num_coded")
+def rebuild_kernel(p_ones, p_low, p_segment, p_table, p_bad, p_lengths, num_coded, BLOCK: tl.constexpr):
     """Distance of each coded element from the one before (int64). Reads 12 C bytes and the low stream, writes 8 C.
 
     Sets `p_bad` (int32 `[1]`) where a gap leaves its universe.
@@ -188,8 +196,8 @@ def rebuild_kernel(p_ones, p_low, p_segment, p_table, p_bad, p_lengths, num_code
     store_block(p_lengths + base, tl.where(is_bad, 1, gap + 1), left, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_coded"])
-def place_kernel(p_sums, p_segment, p_table, p_bad, p_coded, num_coded: tl.int64, BLOCK: tl.constexpr):
+@jit("num_coded")
+def place_kernel(p_sums, p_segment, p_table, p_bad, p_coded, num_coded, BLOCK: tl.constexpr):
     """Positions from the running sums of the distances. Reads 12 C bytes, writes 8 C.
 
     Sets `p_bad` (int32 `[1]`) where a position leaves its universe.
@@ -227,7 +235,7 @@ def rice_encode(
     table = torch.from_numpy(segments.table).to(device, non_blocking=True)
     segment = _owners(table, CODED, segments.num_coded)
     coded = _complement(positions, segments, table, segment, MEMBERS, CODED, block)
-    grid = (triton.cdiv(segments.num_coded, block),)
+    grid = (num_blocks(segments.num_coded, block),)
     lengths = torch.empty(segments.num_coded, dtype=torch.int64, device=device)
     lengths_kernel[grid](coded, segment, table, lengths, segments.num_coded, BLOCK=block)
     ends = torch.cumsum(lengths, 0)
@@ -258,7 +266,7 @@ def rice_decode(
     if num_coded:
         ones, num_ones = _select(high, num_coded, block)
         segment = _owners(table, CODED, num_coded)
-        grid = (triton.cdiv(num_coded, block),)
+        grid = (num_blocks(num_coded, block),)
         bad = torch.zeros(1, dtype=torch.int32, device=device)
         lengths = torch.empty(num_coded, dtype=torch.int64, device=device)
         rebuild_kernel[grid](ones, low, segment, table, bad, lengths, num_coded, BLOCK=block)
@@ -292,7 +300,7 @@ def _complement(
     num_out = segment.numel()
     out = torch.empty(num_out, dtype=torch.int64, device=source.device)
     if num_out:
-        grid = (triton.cdiv(num_out, block),)
+        grid = (num_blocks(num_out, block),)
         depth = segments.longest[source_column].bit_length()
         complement_kernel[grid](
             source, segment, table, out, depth, num_out, SOURCE=source_column, OUT=out_column, BLOCK=block
@@ -303,11 +311,11 @@ def _complement(
 def _select(words: torch.Tensor, num_ones: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of the first `num_ones` ones (`[C]`) and the number of ones that there are, both int64."""
     counts = torch.empty(words.numel(), dtype=torch.int32, device=words.device)
-    count_kernel[(triton.cdiv(words.numel(), block),)](words, counts, words.numel(), BLOCK=block)
+    count_kernel[(num_blocks(words.numel(), block),)](words, counts, words.numel(), BLOCK=block)
     sums = torch.cumsum(counts, 0, dtype=torch.int64)
     # zeros, because a torn stream has too few ones to fill it
     ones = torch.zeros(num_ones, dtype=torch.int64, device=words.device)
     # a word is 64 elements of a tile
     rows = max(1, block // 64)
-    select_kernel[(triton.cdiv(words.numel(), rows),)](words, sums, ones, words.numel(), num_ones, BLOCK=rows)
+    select_kernel[(num_blocks(words.numel(), rows),)](words, sums, ones, words.numel(), num_ones, BLOCK=rows)
     return ones, sums[-1]

@@ -11,24 +11,24 @@ Letters: `N` elements of a tensor, `K` changed elements, `B` blocks, `Q` slabs, 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from delta_wire.kernels.triton_common import load_block, require_block
+from delta_wire.kernels.triton_common import jit, load_block, num_blocks, require_block
 
 BLOCK = 1024
-# changed elements that a program compares with a block at a time
-CHUNK = 8
+# changed elements that a program compares with a block at a time, and whose blocks it searches
+RANK_CHUNK = 8
+SELECT_CHUNK = 4
 _CLASSES = tl.constexpr(256)
 
 
-@triton.jit
+@jit()
 def _exponent(bits):
     return (bits.to(tl.int32) >> 7) & 0xFF
 
 
-@triton.jit(do_not_specialize=["num_elements"])
-def histogram_kernel(p_bits, p_counts, num_elements: tl.int64, BLOCK: tl.constexpr):
+@jit("num_elements")
+def histogram_kernel(p_bits, p_counts, num_elements, BLOCK: tl.constexpr):
     """Elements of each exponent in each block. Reads 2 N bytes, writes 1 KiB a block.
 
     Args:
@@ -43,7 +43,7 @@ def histogram_kernel(p_bits, p_counts, num_elements: tl.int64, BLOCK: tl.constex
     tl.store(p_counts + program * _CLASSES + tl.arange(0, _CLASSES), counts)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@jit("num_elements")
 def rank_kernel(
     p_bits,
     p_before,
@@ -51,7 +51,7 @@ def rank_kernel(
     p_bounds,
     p_exponent,
     p_rank,
-    num_elements: tl.int64,
+    num_elements,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -86,7 +86,7 @@ def rank_kernel(
             tl.store(p_rank + at, rank.to(tl.int64), mask=keep)
 
 
-@triton.jit(do_not_specialize=["blocks_per_slab", "depth", "num_ranks"])
+@jit("blocks_per_slab", "depth", "num_ranks")
 def select_kernel(
     p_bits,
     p_before,
@@ -96,7 +96,7 @@ def select_kernel(
     num_elements,
     blocks_per_slab,
     depth,
-    num_ranks: tl.int64,
+    num_ranks,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -153,11 +153,13 @@ def class_ranks(
     before = _before(_histogram(bits, slab_elements, block))
     exponent = torch.empty(indices.numel(), dtype=torch.uint8, device=bits.device)
     rank = torch.empty(indices.numel(), dtype=torch.int64, device=bits.device)
-    programs = triton.cdiv(bits.numel(), block)
+    programs = num_blocks(bits.numel(), block)
     if indices.numel():
         edges = torch.arange(programs + 1, dtype=torch.int64, device=bits.device) * block
         bounds = torch.searchsorted(indices.to(torch.int64), edges)
-        rank_kernel[(programs,)](bits, before, indices, bounds, exponent, rank, bits.numel(), BLOCK=block, CHUNK=CHUNK)
+        rank_kernel[(programs,)](
+            bits, before, indices, bounds, exponent, rank, bits.numel(), BLOCK=block, CHUNK=RANK_CHUNK
+        )
     return exponent, rank
 
 
@@ -172,7 +174,7 @@ def class_select(
     own = torch.repeat_interleave(classes, changed.reshape(-1), output_size=ranks.numel())
     found = torch.empty(ranks.numel(), dtype=torch.int64, device=bits.device)
     if ranks.numel():
-        select_kernel[(triton.cdiv(ranks.numel(), CHUNK),)](
+        select_kernel[(num_blocks(ranks.numel(), SELECT_CHUNK),)](
             bits,
             _before(histogram),
             ranks,
@@ -183,7 +185,7 @@ def class_select(
             blocks_per_slab.bit_length(),
             ranks.numel(),
             BLOCK=block,
-            CHUNK=CHUNK,
+            CHUNK=SELECT_CHUNK,
         )
     indices, slot = torch.sort(found)
     return indices, slot
@@ -194,8 +196,8 @@ def _histogram(bits: torch.Tensor, slab_elements: int, block: int) -> torch.Tens
     require_block(bits, torch.int16, bits.numel(), "the bits of a tensor")
     if slab_elements % block:
         raise ValueError(f"a slab is whole blocks of {block} elements, found {slab_elements}")
-    slabs = triton.cdiv(bits.numel(), slab_elements)
-    programs = triton.cdiv(bits.numel(), block)
+    slabs = num_blocks(bits.numel(), slab_elements)
+    programs = num_blocks(bits.numel(), block)
     # a tensor smaller than a slab needs no empty blocks
     per_slab = slab_elements // block if slabs > 1 else programs
     counts = torch.empty((slabs * per_slab, 256), dtype=torch.int32, device=bits.device)

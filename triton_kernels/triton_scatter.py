@@ -7,14 +7,15 @@ Letters: `M` elements of the parameter's storage, `K` listed elements.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from delta_wire.kernels.triton_common import (
     device_keys,
     element_lanes,
+    jit,
     load_block,
     load_keys,
+    num_blocks,
     require_block,
     store_block,
     store_lanes,
@@ -23,8 +24,8 @@ from delta_wire.kernels.triton_common import (
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_positions"])
-def gather_kernel(p_flat, p_positions, p_out, num_positions: tl.int64, BLOCK: tl.constexpr):
+@jit("num_positions")
+def gather_kernel(p_flat, p_positions, p_out, num_positions, BLOCK: tl.constexpr):
     """`out[i] = flat[positions[i]]`. Reads 8 K bytes and a sector per element, writes 2 K."""
     base = tl.program_id(0).to(tl.int64) * BLOCK
     left = num_positions - base
@@ -33,8 +34,8 @@ def gather_kernel(p_flat, p_positions, p_out, num_positions: tl.int64, BLOCK: tl
     store_block(p_out + base, bits, left, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_positions"])
-def scatter_kernel(p_flat, p_positions, p_new, p_old, num_positions: tl.int64, BLOCK: tl.constexpr):
+@jit("num_positions")
+def scatter_kernel(p_flat, p_positions, p_new, p_old, num_positions, BLOCK: tl.constexpr):
     """Swap `new` into `flat`, keeping what was there. Reads 10 K bytes and a sector per element, writes as much."""
     base = tl.program_id(0).to(tl.int64) * BLOCK
     left = num_positions - base
@@ -46,10 +47,8 @@ def scatter_kernel(p_flat, p_positions, p_new, p_old, num_positions: tl.int64, B
     store_block(p_old + base, old, left, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_positions"])
-def swap_kernel(
-    p_flat, p_positions, p_new, p_indices, p_keys, p_old, p_lanes, num_positions: tl.int64, BLOCK: tl.constexpr
-):
+@jit("num_positions")
+def swap_kernel(p_flat, p_positions, p_new, p_indices, p_keys, p_old, p_lanes, num_positions, BLOCK: tl.constexpr):
     """Swap `new` into `flat` and hash what was there and what is there now, read back from memory.
 
     Reads 14 K or 18 K bytes and a sector per element, writes 2 K and a sector per element.
@@ -67,7 +66,6 @@ def swap_kernel(
     left = num_positions - base
     positions = load_block(p_positions + base, left, BLOCK)
     new = load_block(p_new + base, left, BLOCK)
-    indices = load_block(p_indices + base, left, BLOCK)
     m_list = tl.arange(0, BLOCK) < left
     old = tl.load(p_flat + positions, mask=m_list, other=0)
     tl.store(p_flat + positions, new, mask=m_list)
@@ -75,6 +73,8 @@ def swap_kernel(
     # volatile, or the compiler would hash the register that it has just stored
     found = tl.load(p_flat + positions, mask=m_list, other=0, volatile=True)
     store_block(p_old + base, old, left, BLOCK)
+    # only now, or registers run out on sm_100
+    indices = load_block(p_indices + base, left, BLOCK)
     key_0, key_1 = load_keys(p_keys)
     lane_0, lane_1 = element_lanes(indices, old.to(tl.uint16, bitcast=True), m_list, key_0, key_1)
     store_lanes(p_lanes + program * 4, lane_0, lane_1)
@@ -87,7 +87,7 @@ def gather(flat: torch.Tensor, positions: torch.Tensor, *, block: int = BLOCK) -
     _require_list(flat, positions)
     out = torch.empty(positions.numel(), dtype=torch.int16, device=flat.device)
     if positions.numel():
-        grid = (triton.cdiv(positions.numel(), block),)
+        grid = (num_blocks(positions.numel(), block),)
         gather_kernel[grid](flat, positions, out, positions.numel(), BLOCK=block)
     return out
 
@@ -98,7 +98,7 @@ def scatter(flat: torch.Tensor, positions: torch.Tensor, new: torch.Tensor, *, b
     require_block(new, torch.int16, positions.numel(), "scatter: the new bits")
     old = torch.empty(positions.numel(), dtype=torch.int16, device=flat.device)
     if positions.numel():
-        grid = (triton.cdiv(positions.numel(), block),)
+        grid = (num_blocks(positions.numel(), block),)
         scatter_kernel[grid](flat, positions, new, old, positions.numel(), BLOCK=block)
     return old
 
@@ -116,7 +116,7 @@ def swap(
     _require_list(flat, positions)
     require_block(new, torch.int16, positions.numel(), "swap: the new bits")
     require_block(indices, indices.dtype, positions.numel(), "swap: the indices")
-    programs = triton.cdiv(positions.numel(), block)
+    programs = num_blocks(positions.numel(), block)
     old = torch.empty(positions.numel(), dtype=torch.int16, device=flat.device)
     lanes = torch.empty((programs, 4), dtype=torch.int64, device=flat.device)
     if programs:

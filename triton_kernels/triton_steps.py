@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 
-from delta_wire.kernels.triton_common import load_block, require_block, store_block
+from delta_wire.kernels.triton_common import jit, load_block, num_blocks, require_block, store_block
 from delta_wire.kernels.triton_levels import drop_kernel, level_tables, owners, split_kernel, survive_kernel
 
 BLOCK = 1024
 _LEVELS = tl.constexpr(16)
 
 
-@triton.jit
+@jit()
 def _line(bits):
     """See `cpu_rice.line`, uint16."""
     return tl.where((bits & 0x8000) != 0, bits ^ 0x7FFF, bits)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@jit("num_elements")
 def steps_kernel(
     p_old,
     p_new,
@@ -36,7 +35,7 @@ def steps_kernel(
     p_magnitude,
     p_signs,
     p_tops,
-    num_elements: tl.int64,
+    num_elements,
     BLOCK: tl.constexpr,
 ):
     """Magnitudes and signs of the steps, and a histogram of the magnitudes' top bits. Reads 4 K bytes, writes 4.1 K.
@@ -74,8 +73,8 @@ def steps_kernel(
         tl.atomic_add(p_row, tops.to(tl.int64), mask=tops > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_elements"])
-def sign_kernel(p_step, p_raw, num_elements: tl.int64, BLOCK: tl.constexpr):
+@jit("num_elements")
+def sign_kernel(p_step, p_raw, num_elements, BLOCK: tl.constexpr):
     """Give magnitudes their signs, in place. Reads 2.1 K bytes, writes 2 K."""
     base = tl.program_id(0).to(tl.int64) * BLOCK
     left = num_elements - base
@@ -88,8 +87,8 @@ def sign_kernel(p_step, p_raw, num_elements: tl.int64, BLOCK: tl.constexpr):
     store_block(p_step + base, step, left, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
-def apply_kernel(p_old, p_step, p_new, num_elements: tl.int64, BLOCK: tl.constexpr):
+@jit("num_elements")
+def apply_kernel(p_old, p_step, p_new, num_elements, BLOCK: tl.constexpr):
     """`new` = `old` moved by `step` along the monotone line. Reads 4 K bytes, writes 2 K."""
     base = tl.program_id(0).to(tl.int64) * BLOCK
     left = num_elements - base
@@ -135,7 +134,7 @@ def encode_steps(
         survivors = int(counts[:, level].sum())
         sums = torch.cumsum(magnitude >= 2 << level, 0, dtype=torch.int64)
         following = torch.empty(survivors, dtype=torch.int32, device=device)
-        grid = (triton.cdiv(magnitude.numel(), block),)
+        grid = (num_blocks(magnitude.numel(), block),)
         split_kernel[grid](
             magnitude,
             sums,
@@ -168,7 +167,7 @@ def decode_steps(
         dropped = sizes - kept
         if level and dropped.any():
             num_dropped = int(dropped.sum())
-            drop_kernel[(triton.cdiv(num_dropped, block),)](
+            drop_kernel[(num_blocks(num_dropped, block),)](
                 current,
                 levels,
                 owners(dropped, device),
@@ -183,12 +182,12 @@ def decode_steps(
         survivors = int(kept.sum())
         following = torch.empty(survivors, dtype=torch.int64, device=device)
         if survivors:
-            survive_kernel[(triton.cdiv(survivors, block),)](
+            survive_kernel[(num_blocks(survivors, block),)](
                 current, levels, owners(kept, device), rows, following, survivors, BLOCK=block
             )
         current = following
     if num_elements:
-        sign_kernel[(triton.cdiv(num_elements, block),)](step, raw, num_elements, BLOCK=block)
+        sign_kernel[(num_blocks(num_elements, block),)](step, raw, num_elements, BLOCK=block)
     return step
 
 
@@ -198,5 +197,5 @@ def apply_steps(old: torch.Tensor, step: torch.Tensor, *, block: int = BLOCK) ->
     require_block(step, torch.int16, old.numel(), "apply_steps: the steps")
     new = torch.empty_like(old)
     if old.numel():
-        apply_kernel[(triton.cdiv(old.numel(), block),)](old, step, new, old.numel(), BLOCK=block)
+        apply_kernel[(num_blocks(old.numel(), block),)](old, step, new, old.numel(), BLOCK=block)
     return new
