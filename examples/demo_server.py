@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -34,6 +35,7 @@ class DemoServer:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = run_dir / "server.log"
+        self._stopping = False
         command = [
             str(Path(sys.executable).with_name("vllm")),
             "serve",
@@ -80,6 +82,20 @@ class DemoServer:
         if code is not None:
             raise SystemExit(f"demo: the server has exited with code {code}; the reason is at the end of {self.log}")
 
+    def end_demo_when_it_exits(self) -> None:
+        """From now on raise the sentence of `require_alive` in the main thread, whatever that is waiting for.
+
+        TRL's rollout worker would try a dead server again for ten minutes.
+        """
+        signal.signal(signal.SIGUSR1, lambda *_: self.require_alive())
+
+        def watch() -> None:
+            self._process.wait()
+            if not self._stopping:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+        threading.Thread(target=watch, name="demo-server-watch", daemon=True).start()
+
     def status(self) -> dict[str, Any]:
         """What `GET /delta/status` answers."""
         return json.loads(self._call("/delta/status", timeout_s=30))
@@ -90,6 +106,7 @@ class DemoServer:
 
     def stop(self) -> None:
         """End the server and everything it has started."""
+        self._stopping = True
         for sign, patience_s in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
             try:
                 os.killpg(self._process.pid, sign)

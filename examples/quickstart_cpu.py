@@ -30,7 +30,7 @@ SETTINGS = {"smollm2": (1e-6, 20), "tiny": (3e-6, 32)}
 PROMPTS_PER_STEP = 4
 COMPLETIONS_PER_PROMPT = 4
 # how long the end of the demo waits for the bucket, and then for the server
-CLOSE_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 10.0
 SERVE_TIMEOUT_S = 60.0
 
 
@@ -97,6 +97,7 @@ def train_and_compare(arguments, model: Path, bucket: Path, run_dir: Path, serve
     session = attach(trainer, config=config).session
     lines = LiveLines(session, server.status)
     trainer.add_callback(lines)
+    server.end_demo_when_it_exits()
     try:
         trainer.train()
     except (DeltaError, RuntimeError) as error:

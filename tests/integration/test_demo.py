@@ -140,6 +140,19 @@ def test_an_interrupt_ends_the_server_too(demo):
     assert demo.leftovers() == []
 
 
+def test_a_server_that_dies_ends_the_demo_with_a_sentence(demo):
+    demo.wait_for("^step  reward")
+    for pid in demo.leftovers():
+        os.kill(int(pid), signal.SIGKILL)
+    assert demo.wait() == 1
+    assert re.search(
+        r"^demo: the server has exited with code -9; the reason is at the end of .*server\.log",
+        demo.output,
+        re.MULTILINE,
+    )
+    assert demo.leftovers() == []
+
+
 def test_a_folder_that_is_no_bucket_is_not_wiped(tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
