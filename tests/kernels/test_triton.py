@@ -14,7 +14,7 @@ FILES = sorted((Path(__file__).parent / "interpreter").glob("test_*.py"))
 
 
 def test_the_tests_in_the_interpreter_are_found():
-    assert {path.name for path in FILES} == {"test_elements.py", "test_streams.py"}
+    assert {path.name for path in FILES} == {"test_benchmark.py", "test_elements.py", "test_streams.py"}
     assert "TRITON_INTERPRET" not in os.environ
 
 
