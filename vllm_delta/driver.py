@@ -8,7 +8,6 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from delta_wire.errors import SetupError
 from vllm_delta.commit import Coordinator
 from vllm_delta.engine import EngineStopped, VllmEngine
 from vllm_delta.ranks import Ranks
@@ -30,7 +29,6 @@ class Driver:
     def __init__(self, core: Any, settings: Settings):
         from vllm_delta.worker import checkpoint_folder
 
-        _require_extension(core.vllm_config)
         self._engine = VllmEngine(core)
         self._subscriber = Subscriber(settings.bucket, settings.stage_dir)
         self._coordinator = Coordinator(
@@ -70,17 +68,3 @@ class Driver:
 
     def verify(self) -> Future[dict[str, Any]]:
         return self._coordinator.verify()
-
-
-def _require_extension(vllm_config: Any) -> None:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    from vllm_delta.worker import DeltaWorkerExtension
-
-    name = vllm_config.parallel_config.worker_extension_cls
-    found = resolve_obj_by_qualname(name) if isinstance(name, str) and name else name
-    if not (isinstance(found, type) and issubclass(found, DeltaWorkerExtension)):
-        raise SetupError(
-            f"DELTA_SYNC_BUCKET is set, but the server was started without our worker extension (found {name!r}): add "
-            "--worker-extension-cls vllm_delta.DeltaWorkerExtension, or unset DELTA_SYNC_BUCKET"
-        )

@@ -27,6 +27,7 @@ def register() -> None:
     # a setting that cannot work ends the start here, before a model is loaded
     Settings.from_env()
     _registered = True
+    _check_start()
     _extend_engine_core()
     _extend_api_server()
     _refuse_in_process_engine()
@@ -52,7 +53,6 @@ def _extend_engine_core() -> None:
 
     # our functions take the place of methods that have other types
     proc: Any = module.EngineCoreProc
-    data_parallel_proc: Any = module.DPEngineCoreProc
     run_busy_loop = proc.run_busy_loop
     handle = proc._handle_client_request
 
@@ -75,17 +75,45 @@ def _extend_engine_core() -> None:
         else:
             handle(core, request_type, request)
 
-    def refuse(core: Any) -> None:
-        raise SetupError(
-            "mixture-of-experts models with data parallelism are not supported yet in this release of "
-            f"delta-weight-sync: unset {BUCKET}, or serve with --data-parallel-size 1"
-        )
-
     proc.run_busy_loop = run_with_driver
     proc._handle_client_request = handle_with_items
     proc.delta_status = lambda core: core.delta_driver.status()
     proc.delta_verify = lambda core: core.delta_driver.verify()
-    data_parallel_proc.run_busy_loop = refuse
+
+
+def _check_start() -> None:
+    """Refuse what cannot be followed before the first worker starts."""
+    from vllm.v1.executor import abstract
+
+    executor_class: Any = abstract.Executor
+    start = executor_class.__init__
+
+    @functools.wraps(start)
+    def checked(executor: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        _require_followable(vllm_config.parallel_config)
+        start(executor, vllm_config, *args, **kwargs)
+
+    executor_class.__init__ = checked
+
+
+def _require_followable(parallel_config: Any) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from vllm_delta.worker import DeltaWorkerExtension
+
+    name = parallel_config.worker_extension_cls
+    found = resolve_obj_by_qualname(name) if isinstance(name, str) and name else name
+    if not (isinstance(found, type) and issubclass(found, DeltaWorkerExtension)):
+        raise SetupError(
+            f"{BUCKET} is set, but the server was started without our worker extension (found {name!r}): add "
+            f"--worker-extension-cls vllm_delta.DeltaWorkerExtension, or unset {BUCKET}"
+        )
+    # vLLM runs the replicas of other models as engines of their own, each with a size of 1
+    if parallel_config.data_parallel_size > 1:
+        raise SetupError(
+            "mixture-of-experts models with data parallelism are not supported yet in this release of "
+            f"delta-weight-sync: unset {BUCKET}, or serve with --data-parallel-size 1"
+        )
 
 
 def _settings_of(core: Any) -> Settings:

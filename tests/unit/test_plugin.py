@@ -60,7 +60,7 @@ for worker in (WorkerBase, Worker, CPUWorker):
 
 # the loop runs our items between two steps and everything else as before
 from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+from vllm.v1.engine.core import EngineCoreProc
 from vllm_delta.engine import BETWEEN_STEPS
 done = []
 EngineCoreProc._handle_client_request(None, BETWEEN_STEPS, lambda: done.append(1))
@@ -76,13 +76,15 @@ def refused(call, text):
     else:
         raise AssertionError("not refused: " + text)
 
-refused(lambda: DPEngineCoreProc.run_busy_loop(None), "data parallelism")
 from vllm.v1.engine.core_client import InprocClient
 refused(lambda: InprocClient(), "VLLM_ENABLE_V1_MULTIPROCESSING")
-config = types.SimpleNamespace(
-    parallel_config=types.SimpleNamespace(worker_extension_cls="", data_parallel_index=0)
-)
-refused(lambda: EngineCoreProc.run_busy_loop(types.SimpleNamespace(vllm_config=config)), "--worker-extension-cls")
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+def start(name, size):
+    parallel = types.SimpleNamespace(worker_extension_cls=name, data_parallel_size=size)
+    UniProcExecutor(types.SimpleNamespace(parallel_config=parallel))
+refused(lambda: start("", 1), "--worker-extension-cls")
+refused(lambda: start("vllm_delta.worker.Rank", 1), "--worker-extension-cls")
+refused(lambda: start("vllm_delta.DeltaWorkerExtension", 2), "data parallelism")
 
 # linear weights stay where the loader put them
 from vllm.model_executor.layers import utils
