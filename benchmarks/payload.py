@@ -26,10 +26,12 @@ from traces import Update, context_floor_bytes, floor_bytes, load, steps, synthe
 
 from delta_wire import encodings
 from delta_wire.encodings import context, packed
-from delta_wire.state import TensorDelta, resolve
+from delta_wire.encodings.streams import Streams
+from delta_wire.state import TensorDelta, TensorSpec, TensorTable, resolve
 
 DENSITIES = [0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.6]
 STDS = [0.02, 0.2]
+PROJECTIONS = ("down_proj.weight", "gate_proj.weight", "up_proj.weight")
 _MIN_CHANGED = 20_000
 _SWEEP_PARAMS = 1 << 22
 
@@ -157,21 +159,61 @@ def sweep(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def many_tensors(num_tensors: int, repeats: int) -> dict[str, Any]:
+    """What names and counts cost in a mixture-of-experts model: every tensor changed, 64 elements each."""
+    rng = np.random.default_rng(0)
+    size, changed = 1 << 16, 64
+    names = [f"model.layers.{i // 1024}.mlp.experts.{i % 1024 // 3}.{PROJECTIONS[i % 3]}" for i in range(num_tensors)]
+    table = TensorTable(TensorSpec(name, (size // 256, 256)) for name in names)
+    old = rng.integers(0x3C00, 0x3D00, changed).astype(np.uint16)
+    delta = {
+        name: TensorDelta(name, np.sort(rng.choice(size, changed, replace=False)).astype(np.int32), old ^ 1, old)
+        for name in names
+    }
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("plain", "packed"):
+            encoding, path = encodings.get(name), Path(folder) / name
+            encode_s, _ = best(lambda e=encoding, p=path: e.encode(delta, table, p, 1), repeats)
+            decode_s, decoded = best(lambda e=encoding, p=path: e.decode(p, table, str(p)), repeats)
+            assert len(decoded) == num_tensors
+            header_bytes = path.stat().st_size - (6 if name == "plain" else 0) * changed * num_tensors
+            if name == "packed":
+                streams = [Streams.from_blob(blob, name) for blob in packed.encode(delta, table)]
+                header_bytes -= 8 * sum(part.low.size + part.high.size + part.raw.size for part in streams)
+            rows[name] = {
+                "total_bytes": path.stat().st_size,
+                "header_bytes_per_tensor": header_bytes / num_tensors,
+                "encode_s": encode_s,
+                "decode_s": decode_s,
+            }
+    return {"tensors": num_tensors, "changed": changed * num_tensors, "table_bytes": len(table.to_bytes()), **rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", nargs="+", type=Path, default=[], metavar="FILE")
     parser.add_argument("--sweep", action="store_true", help="add synthetic updates, 0.01 %% to 60 %% changed")
+    parser.add_argument("--tensors", type=int, metavar="N", help="add the header cost of a model of N tensors")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    if not options.trace and not options.sweep:
-        parser.error("give --trace FILE, --sweep, or both")
+    if not (options.trace or options.sweep or options.tensors):
+        parser.error("give --trace FILE, --sweep or --tensors N")
     result: dict[str, Any] = {"traces": [measure(load(path), options.repeats) for path in options.trace]}
     if options.sweep:
         result["sweep"] = sweep(3)
+    if options.tensors:
+        result["many_tensors"] = many_tensors(options.tensors, 1)
     if options.json:
         print(json.dumps(result))
         return
+    if options.tensors:
+        for name in ("plain", "packed"):
+            row = result["many_tensors"][name]
+            print(
+                f"{options.tensors:,} tensors, {name}: {row['header_bytes_per_tensor']:.1f} bytes of header a tensor"
+            )
     for row in result["traces"] + result.get("sweep", []):
         print(f"{row['input']}: {row['changed']:,} of {row['params']:,} changed ({row['density']:.3%})")
         for name, entry in (row["encodings"] | row["others"]).items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -54,6 +55,16 @@ class TensorTable(Mapping[str, TensorSpec]):
         if len(self._specs) != len(ordered):
             raise FormatError("a tensor table names a tensor twice")
         self._raw: bytes | None = None
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names in order; a tensor's number is its place here."""
+        return tuple(self._specs)
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Number of every tensor."""
+        return {name: number for number, name in enumerate(self.names)}
 
     def __getitem__(self, name: str) -> TensorSpec:
         return self._specs[name]

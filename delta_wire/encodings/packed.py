@@ -124,8 +124,8 @@ def read_entries(directory: s.DirectoryReader, table: TensorTable, source: str) 
     if (gaps >= len(table)).any() or int((gaps + 1).sum()) > len(table):
         raise FormatError(f"{source}: a tensor beyond the last of the model's {len(table)} changed")
     ordinals = np.cumsum(gaps + 1) - 1
-    all_names = list(table)
-    return [all_names[i] for i in ordinals], np.ascontiguousarray(entries[:, 1])
+    names = table.names
+    return [names[i] for i in ordinals], np.ascontiguousarray(entries[:, 1])
 
 
 def cut_parts(
@@ -157,9 +157,9 @@ def cut_parts(
 
 def ordered_parts(delta: Delta, table: TensorTable) -> tuple[np.ndarray, list[TensorDelta]]:
     """The parts in table order and their ordinals in the table."""
-    ordinal = {name: i for i, name in enumerate(table)}
-    parts = sorted(delta.values(), key=lambda part: ordinal[part.name])
-    return np.array([ordinal[part.name] for part in parts], dtype=np.int64), parts
+    numbers = table.numbers
+    parts = sorted(delta.values(), key=lambda part: numbers[part.name])
+    return np.array([numbers[part.name] for part in parts], dtype=np.int64), parts
 
 
 def join(arrays: list, dtype: type[np.generic]) -> np.ndarray:
