@@ -192,7 +192,7 @@ def _pack() -> Iterator[Build]:
     words = {"p_words": "*i64", "num_words": "i64"}
     yield Build(triton_pack.count_kernel, words | {"p_counts": "*i32"}, constants, block)
     yield Build(
-        triton_pack.select_kernel,
+        triton_pack.ones_kernel,
         words | {"p_sums": "*i64", "p_ones": "*i64", "num_ones": "i64"},
         {"BLOCK": block // 64},
         block // 64,

@@ -147,7 +147,7 @@ def count_kernel(p_words, p_counts, num_words, BLOCK: tl.constexpr):
 
 
 @jit("num_words", "num_ones")
-def select_kernel(p_words, p_sums, p_ones, num_words, num_ones, BLOCK: tl.constexpr):
+def ones_kernel(p_words, p_sums, p_ones, num_words, num_ones, BLOCK: tl.constexpr):
     """Position of the i-th one, for the first `num_ones`. Reads 16 W bytes, writes 8 C.
 
     Args:
@@ -317,5 +317,5 @@ def _select(words: torch.Tensor, num_ones: int, block: int) -> tuple[torch.Tenso
     ones = torch.zeros(num_ones, dtype=torch.int64, device=words.device)
     # a word is 64 elements of a tile
     rows = max(1, block // 64)
-    select_kernel[(num_blocks(words.numel(), rows),)](words, sums, ones, words.numel(), num_ones, BLOCK=rows)
+    ones_kernel[(num_blocks(words.numel(), rows),)](words, sums, ones, words.numel(), num_ones, BLOCK=rows)
     return ones, sums[-1]
