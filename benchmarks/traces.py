@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from delta_wire.container import TensorFile
-from delta_wire.kernels import cpu_rice
+from delta_wire.kernels import cpu_steps
 from delta_wire.state import Delta, TensorDelta, TensorSpec, TensorTable
 
 
@@ -95,7 +95,7 @@ def steps(part: TensorDelta) -> np.ndarray:
     assert part.old is not None
     step = _line(part.new) - _line(part.old)
     again = np.empty_like(step)
-    cpu_rice.apply_steps(part.old, step, again)
+    cpu_steps.apply_steps(part.old, step, again)
     assert np.array_equal(again, part.new)
     return step
 

@@ -230,10 +230,10 @@ def resolve(part: TensorDelta, old: np.ndarray) -> TensorDelta:
     """
     if part.relative is None:
         return TensorDelta(part.name, part.indices, part.new, old)
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_steps
 
     moved = np.empty_like(part.new)
-    cpu_rice.apply_steps(old, part.new, moved)
+    cpu_steps.apply_steps(old, part.new, moved)
     return TensorDelta(part.name, part.indices, np.where(part.relative, moved, part.new), old)
 
 
@@ -288,13 +288,13 @@ def _compose_tensor(first: TensorDelta, second: TensorDelta) -> TensorDelta:
 
 
 def _compose_relative(first: TensorDelta, second: TensorDelta, indices: np.ndarray) -> TensorDelta:
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_steps
 
     new, relative = np.empty(indices.size, dtype=np.uint16), np.empty(indices.size, dtype=bool)
     absolute = np.zeros(max(first.num_changed, second.num_changed), dtype=bool)
     relative_1 = absolute[: first.num_changed] if first.relative is None else first.relative
     relative_2 = absolute[: second.num_changed] if second.relative is None else second.relative
-    cpu_rice.merge_relative(
+    cpu_steps.merge_relative(
         first.indices, first.new, relative_1, second.indices, second.new, relative_2, indices, new, relative
     )
     return TensorDelta(first.name, indices, new, relative=relative)

@@ -92,19 +92,13 @@ def encode_steps(
             return triton_steps.encode_steps(old, new, group)
     import torch
 
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_steps
 
     num_changed = int(group.sum())
     require(old.numel() == new.numel() == num_changed, f"encode_steps: {num_changed} elements in groups")
-    magnitude = np.empty(num_changed, dtype=np.uint16)
-    raw = np.zeros((16 * num_changed + 63) // 64, dtype=np.uint64)
     bits = to_host(old.cpu(), np.uint16), to_host(new.cpu(), np.uint16)
-    top_bits = int(cpu_rice.steps_between(*bits, magnitude, raw))
-    raw = raw[: (num_changed + top_bits + 63) // 64]
-    counts = np.zeros((group.size, 16), dtype=np.int64)
-    levels = torch.empty(top_bits + 1, dtype=torch.int64)
-    cpu_rice.split_magnitudes(magnitude, group, levels.numpy(), counts, raw, num_changed)
-    return counts, levels[:top_bits], to_torch(raw)
+    counts, levels, raw = cpu_steps.encode_steps(*bits, group, np.empty(0, dtype=np.int64))
+    return counts, torch.from_numpy(levels), to_torch(raw)
 
 
 def decode_steps(levels: torch.Tensor, group: np.ndarray, counts: np.ndarray, raw: torch.Tensor) -> torch.Tensor:
@@ -131,11 +125,11 @@ def decode_steps(levels: torch.Tensor, group: np.ndarray, counts: np.ndarray, ra
             return triton_steps.decode_steps(levels, group, counts, raw)
     import torch
 
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_steps
 
     step = torch.empty(num_changed, dtype=torch.int16)
     words = np.append(to_host(raw.cpu(), np.uint64), np.uint64(0))
-    cpu_rice.join_steps(levels.cpu().numpy(), group, counts, words, num_changed, to_host(step, np.uint16))
+    cpu_steps.decode_steps(levels.cpu().numpy(), group, counts, words, to_host(step, np.uint16))
     return step
 
 
@@ -149,10 +143,10 @@ def apply_steps(old: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
             return triton_steps.apply_steps(old, step)
     import torch
 
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_steps
 
     new = torch.empty(old.numel(), dtype=torch.int16)
-    cpu_rice.apply_steps(to_host(old.cpu(), np.uint16), to_host(step.cpu(), np.uint16), to_host(new, np.uint16))
+    cpu_steps.apply_steps(to_host(old.cpu(), np.uint16), to_host(step.cpu(), np.uint16), to_host(new, np.uint16))
     return new
 
 
@@ -165,12 +159,12 @@ def class_counts(bits: torch.Tensor, slab_elements: int) -> torch.Tensor:
             return triton_rank.class_counts(bits, slab_elements)
     import torch
 
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_rank
 
     host = to_host(bits.cpu(), np.uint16)
     counts = torch.zeros((-(-host.size // slab_elements), 256), dtype=torch.int64)
     for slab, own in enumerate(counts.numpy()):
-        cpu_rice.class_counts(host[slab * slab_elements : (slab + 1) * slab_elements], own)
+        cpu_rank.class_counts(host[slab * slab_elements : (slab + 1) * slab_elements], own)
     return counts
 
 
@@ -192,7 +186,7 @@ def class_ranks(bits: torch.Tensor, indices: torch.Tensor, slab_elements: int) -
             return triton_rank.class_ranks(bits, indices, slab_elements)
     import torch
 
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_rank
 
     host, listed = to_host(bits.cpu(), np.uint16), indices.cpu().numpy()
     exponent = torch.empty(listed.size, dtype=torch.uint8)
@@ -200,7 +194,7 @@ def class_ranks(bits: torch.Tensor, indices: torch.Tensor, slab_elements: int) -
     for base in range(0, host.size, slab_elements):
         own = slice(*np.searchsorted(listed, [base, base + slab_elements]))
         slab = host[base : base + slab_elements]
-        cpu_rice.class_ranks(slab, base, listed[own], exponent.numpy()[own], rank.numpy()[own])
+        cpu_rank.class_ranks(slab, base, listed[own], exponent.numpy()[own], rank.numpy()[own])
     return exponent, rank
 
 
@@ -226,7 +220,7 @@ def class_select(
             return triton_rank.class_select(bits, ranks, changed.to(bits.device), slab_elements)
     import torch
 
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_rank
 
     host, coded = to_host(bits.cpu(), np.uint16), ranks.cpu().numpy()
     starts = np.concatenate([[0], np.cumsum(changed.cpu().numpy())])
@@ -236,7 +230,7 @@ def class_select(
         start = starts[slab * 256 : slab * 256 + 257].copy()
         own = slice(start[0], start[-1])
         elements = host[base : base + slab_elements]
-        cpu_rice.class_select(elements, base, coded, start, indices.numpy()[own], slot.numpy()[own])
+        cpu_rank.class_select(elements, base, coded, start, indices.numpy()[own], slot.numpy()[own])
     return indices, slot
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Magnitudes level by level on a GPU: which elements have a higher top bit, and the low bits of those that have not.
 
-See `cpu_rice.split_magnitudes`. A level's list holds, group by group, the elements that outlived the level before.
+See `cpu_steps`. A level's list holds, group by group, the elements that outlived the level before.
 
 Letters: `K` elements, `G` groups with statistics of their own, `L` elements of a level, over all groups.
 """
@@ -32,7 +32,7 @@ def split_kernel(
     num_members,
     BLOCK: tl.constexpr,
 ):
-    """One level of `cpu_rice.split_magnitudes`. Reads 16 L bytes, writes 12 a survivor and `level` bits a drop-out.
+    """One level of `cpu_steps`. Reads 16 L bytes, writes 12 a survivor and `level` bits a drop-out.
 
     Args:
         p_magnitude: int32 `[L]`.

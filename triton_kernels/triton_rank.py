@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks within exponent classes on a GPU, restarting at every slab; the numbers are those of `cpu_rice.class_ranks`.
+"""Ranks within exponent classes on a GPU, restarting at every slab; the numbers are those of `cpu_rank`.
 
 A histogram per block, a prefix sum over the blocks of a slab, and a count within one block give an element's rank;
 the way back bisects the prefix sums for the block and finds the element in it. All slabs of a tensor are worked on at

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps on the monotone bf16 line on a GPU; the streams are those of `cpu_rice.split_magnitudes`, bit for bit.
+"""Steps on the monotone bf16 line on a GPU; the streams are those of `cpu_steps`, bit for bit.
 
 The number of magnitudes above each level is part of the file, so the host reads these counts; everything else has a
 size that follows from them. Levels are worked off one after another, each on the survivors of the one before.
@@ -22,7 +22,7 @@ _LEVELS = tl.constexpr(16)
 
 @jit()
 def _line(bits):
-    """See `cpu_rice.line`, uint16."""
+    """See `cpu_steps.line`, uint16."""
     return tl.where((bits & 0x8000) != 0, bits ^ 0x7FFF, bits)
 
 

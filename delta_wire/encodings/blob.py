@@ -24,7 +24,8 @@ _FIXED_BYTES = 64 << 10
 # directory entry and level counts of a tensor, and a header entry, if it should have a blob of its own
 _BYTES_PER_TENSOR = 384
 # a share of work that is worth a blob and a thread: less than a hundredth of the payload is spent on splitting
-_CHANGES_PER_BLOB = 1 << 16
+_CHANGES_PER_BLOB = 1 << 14
+_MAX_SHARES = 16
 _THREADS = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="delta-coding")
 
 
@@ -86,7 +87,7 @@ def _changes(part: TensorDelta) -> TensorDelta:
 
 def _split(delta: Delta) -> list[Delta]:
     total = sum(part.num_changed for part in delta.values())
-    num_shares = min(max(1, total // _CHANGES_PER_BLOB), len(delta), MAX_BLOBS)
+    num_shares = min(max(1, total // _CHANGES_PER_BLOB), len(delta), _MAX_SHARES)
     if num_shares < 2:
         return [delta]
     shares: list[Delta] = [{}]

@@ -18,14 +18,11 @@ import numpy as np
 from delta_wire.encodings import blob as files
 from delta_wire.encodings import streams as s
 from delta_wire.encodings.packed import (
-    ORDER_TENSORS,
-    add_entries,
     cut_parts,
     join,
     join_indices,
     join_values,
     ordered_parts,
-    read_entries,
 )
 from delta_wire.errors import FormatError
 from delta_wire.state import Delta, OldBits, TensorDelta, TensorTable
@@ -73,7 +70,7 @@ def decode(blobs: list[np.ndarray], table: TensorTable, source: str, old_bits: O
 
 def pack(delta: Delta, table: TensorTable, old_bits: OldBits) -> np.ndarray:
     """Code sparse parts with the old weights as side information; see [`delta_wire.encodings.packed.pack`]."""
-    ordinals, parts = ordered_parts(delta, table)
+    numbers, parts = ordered_parts(delta, table)
     sizes = np.array([part.num_changed for part in parts], dtype=np.int64)
     by_step = s.steps_pay(sizes, s.encode_steps(*join_values(parts), sizes)[0])
     ranked = [_Ranked(part, old_bits(part.name)) for part in parts]
@@ -83,10 +80,8 @@ def pack(delta: Delta, table: TensorTable, old_bits: OldBits) -> np.ndarray:
     stepped = [part for part, steps, rank in zip(parts, by_step, by_rank, strict=True) if steps and not rank]
     whole = [part for part, steps in zip(parts, by_step, strict=True) if not steps]
 
-    directory = s.DirectoryWriter()
-    directory.add([len(parts)], ORDER_TENSORS)
     # a count of zero cannot occur and marks a tensor coded by rank
-    add_entries(directory, ordinals, np.where(by_rank, 0, 2 * sizes + ~by_step))
+    directory = s.DirectoryWriter(numbers, np.where(by_rank, 0, 2 * sizes + ~by_step))
     held = _stack([entry.held for entry in chosen])
     changed = _stack([entry.changed for entry in chosen])
     totals = changed.sum(axis=0)
@@ -114,8 +109,9 @@ def pack(delta: Delta, table: TensorTable, old_bits: OldBits) -> np.ndarray:
 def unpack(blob: np.ndarray, table: TensorTable, source: str, old_bits: OldBits) -> Delta:
     """Inverse of [`pack`]; parts come with steps or new bits, whichever was shorter."""
     streams = s.Streams.from_blob(blob, source)
-    directory = s.DirectoryReader(streams.directory, source)
-    names, coded = read_entries(directory, table, source)
+    directory = s.DirectoryReader(streams.directory, len(table), source)
+    names = [table.names[number] for number in directory.numbers]
+    coded = directory.coded
     by_rank = coded == 0
     sizes, by_step = coded[~by_rank] >> 1, (coded[~by_rank] & 1) == 0
     others = [name for name, rank in zip(names, by_rank, strict=True) if not rank]
@@ -169,7 +165,7 @@ class _Ranked:
     old and new bits."""
 
     def __init__(self, part: TensorDelta, bits: np.ndarray):
-        from delta_wire.kernels import cpu_rice
+        from delta_wire.kernels import cpu_rank
 
         if part.old is None:
             raise ValueError("context: every part needs its old bits")
@@ -178,7 +174,7 @@ class _Ranked:
         exponent = np.empty(part.num_changed, dtype=np.uint8)
         rank = np.empty(part.num_changed, dtype=np.int32)
         for base, end, a, b in zip(bounds[:-1], bounds[1:], cuts[:-1], cuts[1:], strict=True):
-            cpu_rice.class_ranks(bits[base:end], base, part.indices[a:b], exponent[a:b], rank[a:b])
+            cpu_rank.class_ranks(bits[base:end], base, part.indices[a:b], exponent[a:b], rank[a:b])
         slab = np.repeat(np.arange(bounds.size - 1), np.diff(cuts))
         order = np.lexsort((exponent, slab))
         self.held = _class_counts(bits)
@@ -201,12 +197,12 @@ def _pays(part: TensorDelta, entry: _Ranked) -> bool:
 
 def _class_counts(bits: np.ndarray) -> np.ndarray:
     """Elements of each exponent in each slab, `[B, C]`."""
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_rank
 
     num_slabs = -(-bits.size // SLAB_ELEMENTS)
     held = np.zeros((num_slabs, _CLASSES), dtype=np.int64)
     for slab in range(num_slabs):
-        cpu_rice.class_counts(bits[slab * SLAB_ELEMENTS : (slab + 1) * SLAB_ELEMENTS], held[slab])
+        cpu_rank.class_counts(bits[slab * SLAB_ELEMENTS : (slab + 1) * SLAB_ELEMENTS], held[slab])
     return held
 
 
@@ -237,7 +233,7 @@ def _select(
     old_bits: OldBits,
 ) -> Delta:
     """Turn ranks back into flat indices, slab by slab, and put every step at its element."""
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_rank
 
     exponent = np.repeat(np.tile(np.arange(_CLASSES), changed.shape[0]), changed.reshape(-1))
     steps = np.empty_like(steps_by_class)
@@ -254,7 +250,7 @@ def _select(
             size = int(changed[row].sum())
             slot = np.empty(size, dtype=np.int64)
             own = indices[at : at + size]
-            cpu_rice.class_select(bits[base : base + SLAB_ELEMENTS], base, ranks, start, own, slot)
+            cpu_rank.class_select(bits[base : base + SLAB_ELEMENTS], base, ranks, start, own, slot)
             ordered[at : at + size] = steps[slot]
             at += size
             row += 1

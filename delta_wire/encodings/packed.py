@@ -16,11 +16,6 @@ from delta_wire.encodings import streams as s
 from delta_wire.errors import FormatError
 from delta_wire.state import Delta, OldBits, TensorDelta, TensorTable
 
-# exp-Golomb orders of the directory
-ORDER_TENSORS = 4
-ORDER_ORDINAL = 0
-ORDER_CHANGED = 8
-
 
 class PackedEncoding:
     """Self-contained but for the old bits at the changed positions."""
@@ -61,7 +56,7 @@ def pack(delta: Delta, table: TensorTable) -> np.ndarray:
     Returns:
         `np.ndarray`: uint8, a blob of streams.
     """
-    ordinals, parts = ordered_parts(delta, table)
+    numbers, parts = ordered_parts(delta, table)
     sizes = np.array([part.num_changed for part in parts], dtype=np.int64)
     steps = s.encode_steps(*join_values(parts), sizes)
     by_step = s.steps_pay(sizes, steps[0])
@@ -70,9 +65,7 @@ def pack(delta: Delta, table: TensorTable) -> np.ndarray:
     if whole:
         steps = s.encode_steps(*join_values([part for part, pays in zip(parts, by_step, strict=True) if pays]), group)
     counts, level_universes, level_counts, levels, raw = steps
-    directory = s.DirectoryWriter()
-    directory.add([len(parts)], ORDER_TENSORS)
-    add_entries(directory, ordinals, 2 * sizes + ~by_step)
+    directory = s.DirectoryWriter(numbers, 2 * sizes + ~by_step)
     low, high = s.encode_segments(
         join_indices([*(part.indices for part in parts), levels]),
         join([[table[part.name].num_elements for part in parts], level_universes], np.int64),
@@ -88,9 +81,9 @@ def unpack(blob: np.ndarray, table: TensorTable, source: str) -> Delta:
     Indices need no check of their own: the decoder refuses positions that do not ascend or leave their tensor.
     """
     streams = s.Streams.from_blob(blob, source)
-    directory = s.DirectoryReader(streams.directory, source)
-    names, coded = read_entries(directory, table, source)
-    sizes, by_step = coded >> 1, (coded & 1) == 0
+    directory = s.DirectoryReader(streams.directory, len(table), source)
+    names = [table.names[number] for number in directory.numbers]
+    sizes, by_step = directory.coded >> 1, (directory.coded & 1) == 0
     universes = np.array([table[name].num_elements for name in names], dtype=np.int64)
     if (sizes < 1).any() or (sizes > universes).any():
         raise FormatError(f"{source}: a tensor has more changes than elements, or none")
@@ -105,27 +98,6 @@ def unpack(blob: np.ndarray, table: TensorTable, source: str) -> Delta:
     steps = s.decode_steps(decoded[num_changed:], group, counts, streams.raw, source)
     values = s.from_words(streams.values, num_changed - num_steps)
     return cut_parts(names, universes, sizes, by_step, decoded[:num_changed], steps, values)
-
-
-def add_entries(directory: s.DirectoryWriter, ordinals: np.ndarray, coded: np.ndarray) -> None:
-    """One entry a tensor: the gap to the ordinal before and a count."""
-    entries = np.stack([np.diff(ordinals, prepend=-1) - 1, coded], axis=1)
-    directory.add(entries.reshape(-1), np.tile([ORDER_ORDINAL, ORDER_CHANGED], ordinals.size))
-
-
-def read_entries(directory: s.DirectoryReader, table: TensorTable, source: str) -> tuple[list[str], np.ndarray]:
-    """Names and counts of the tensors that a blob holds."""
-    num_parts = int(directory.read(1, ORDER_TENSORS)[0])
-    if num_parts > len(table):
-        raise FormatError(f"{source}: {num_parts} tensors changed, the model has {len(table)}")
-    entries = directory.read(2 * num_parts, np.tile([ORDER_ORDINAL, ORDER_CHANGED], num_parts)).reshape(-1, 2)
-    gaps = entries[:, 0]
-    # a gap as long as the table is refused by itself, so that no sum wraps
-    if (gaps >= len(table)).any() or int((gaps + 1).sum()) > len(table):
-        raise FormatError(f"{source}: a tensor beyond the last of the model's {len(table)} changed")
-    ordinals = np.cumsum(gaps + 1) - 1
-    names = table.names
-    return [names[i] for i in ordinals], np.ascontiguousarray(entries[:, 1])
 
 
 def cut_parts(
@@ -156,7 +128,7 @@ def cut_parts(
 
 
 def ordered_parts(delta: Delta, table: TensorTable) -> tuple[np.ndarray, list[TensorDelta]]:
-    """The parts in table order and their ordinals in the table."""
+    """The parts in table order and their numbers in the table."""
     numbers = table.numbers
     parts = sorted(delta.values(), key=lambda part: numbers[part.name])
     return np.array([numbers[part.name] for part in parts], dtype=np.int64), parts

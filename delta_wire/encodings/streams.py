@@ -56,63 +56,92 @@ class Streams:
 
 
 class DirectoryWriter:
-    """Counts as exp-Golomb codes, in the order they are added."""
+    """Counts as exp-Golomb codes, in the order they are added; the tensors of the blob come first.
 
-    def __init__(self) -> None:
-        self._values: list[np.ndarray] = []
-        self._orders: list[np.ndarray] = []
+    Args:
+        numbers (`np.ndarray`): int64, numbers of the tensors in the table, ascending.
+        coded (`np.ndarray`): int64, a count for each.
+    """
 
-    def add(self, values: np.ndarray | list[int], order: np.ndarray | int) -> None:
-        array = np.asarray(values, dtype=np.int64)
-        self._values.append(array)
-        self._orders.append(np.broadcast_to(np.asarray(order, dtype=np.int64), array.shape))
+    def __init__(self, numbers: np.ndarray, coded: np.ndarray) -> None:
+        from delta_wire.kernels import cpu_bits
+
+        self._words = np.zeros(_words_for(2 * numbers.size + 1), dtype=np.uint64)
+        self._at = int(cpu_bits.write_entries(numbers, coded, self._words, 0))
+
+    def add(self, values: np.ndarray, order: np.ndarray | int) -> None:
+        from delta_wire.kernels import cpu_bits
+
+        orders = np.broadcast_to(np.asarray(order, dtype=np.int64), values.shape).copy()
+        self._make_room(values.size)
+        self._at = int(cpu_bits.write_codes(values, orders, self._words, self._at))
 
     def finish(self, group: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Append the level counts and return the words."""
-        from delta_wire.kernels import cpu_rice
+        from delta_wire.kernels import cpu_bits
 
-        values, orders = np.concatenate(self._values), np.concatenate(self._orders)
-        words = np.zeros(values.size + 16 * group.size * 2 + 2, dtype=np.uint64)
-        at = cpu_rice.golomb_write(values, orders, words, 0)
-        at = cpu_rice.write_level_counts(group, counts, words, at)
-        return words[: (at + 63) // 64]
+        self._make_room(16 * group.size)
+        at = int(cpu_bits.write_level_counts(group, counts, self._words, self._at))
+        return self._words[: (at + 63) // 64]
+
+    def _make_room(self, num_codes: int) -> None:
+        self._words = np.concatenate([self._words, np.zeros(_words_for(num_codes), dtype=np.uint64)])
+
+
+def _words_for(num_codes: int) -> int:
+    # a value below 2^47 takes at most 95 bits
+    return 2 * num_codes + 1
 
 
 class DirectoryReader:
-    """Inverse of [`DirectoryWriter`], bounded."""
+    """Inverse of [`DirectoryWriter`], bounded.
 
-    def __init__(self, words: np.ndarray, source: str):
+    Args:
+        words (`np.ndarray`): the stream.
+        num_tensors (`int`): of the table.
+        source (`str`): names the object in errors.
+
+    Attributes:
+        numbers, coded (`np.ndarray`): int64, the tensors of the blob and a count for each.
+    """
+
+    def __init__(self, words: np.ndarray, num_tensors: int, source: str):
+        from delta_wire.kernels import cpu_bits
+
         self._words = words
         self._source = source
-        self._at = 0
+        self.numbers, self.coded, end = cpu_bits.read_entries(words, num_tensors)
+        if end == -2:
+            raise FormatError(f"{source}: a tensor beyond the last of the model's {num_tensors} changed")
+        self._advance(end)
 
     def read(self, count: int, order: np.ndarray | int) -> np.ndarray:
-        from delta_wire.kernels import cpu_rice
+        from delta_wire.kernels import cpu_bits
 
         # every code takes a bit at least: refuse before memory is taken for more
         if count > 64 * self._words.size - self._at:
             raise FormatError(f"{self._source}: the directory ends before {count} counts")
         values = np.empty(count, dtype=np.int64)
         orders = np.broadcast_to(np.asarray(order, dtype=np.int64), values.shape).copy()
-        return self._advance(cpu_rice.golomb_read(self._words, self._at, orders, values), values)
+        self._advance(cpu_bits.read_codes(self._words, self._at, orders, values))
+        return values
 
     def finish(self, group: np.ndarray) -> np.ndarray:
         """Level counts, `[G, 16]`; nothing may follow."""
-        from delta_wire.kernels import cpu_rice
+        from delta_wire.kernels import cpu_bits
 
         counts = np.zeros((group.size, 16), dtype=np.int64)
-        self._advance(cpu_rice.read_level_counts(self._words, self._at, group, counts), counts)
+        self._advance(cpu_bits.read_level_counts(self._words, self._at, group, counts))
         if (self._at + 63) // 64 != self._words.size:
             raise FormatError(
                 f"{self._source}: the directory has {self._words.size} words, its counts fill {self._at} bits"
             )
         return counts
 
-    def _advance(self, end: int, values: np.ndarray) -> np.ndarray:
+    def _advance(self, end: int) -> None:
         if end < 0:
             raise FormatError(f"{self._source}: the directory is torn: a count is missing or out of range")
         self._at = int(end)
-        return values
 
 
 def encode_steps(
@@ -127,19 +156,11 @@ def encode_steps(
     Returns:
         `(counts, segment universes, segment counts, segment positions, raw words)`.
     """
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_steps
 
-    num_changed = old.size
-    magnitude = np.empty(num_changed, dtype=np.uint16)
-    # the most that 15 low bits a step can take; trimmed below
-    raw = np.zeros((16 * num_changed + 63) // 64, dtype=np.uint64)
-    top_bits = int(cpu_rice.steps_between(old, new, magnitude, raw))
-    raw = raw[: (num_changed + top_bits + 63) // 64]
-    counts = np.zeros((group.size, 16), dtype=np.int64)
-    levels = np.empty(top_bits + 1, dtype=index_dtype(num_changed))
-    cpu_rice.split_magnitudes(magnitude, group, levels, counts, raw, num_changed)
+    counts, levels, raw = cpu_steps.encode_steps(old, new, group, np.empty(0, dtype=index_dtype(old.size)))
     universes, sizes = level_segments(group, counts)
-    return counts, universes, sizes, levels[:top_bits], raw
+    return counts, universes, sizes, levels, raw
 
 
 def level_segments(group: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -151,21 +172,21 @@ def level_segments(group: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, n
 
 def steps_pay(group: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """For each group, whether its steps take fewer bits than its 16-bit values would (`[G]`, bool)."""
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_steps
 
-    return cpu_rice.step_bits(group, counts) < 16 * group
+    return cpu_steps.step_bits(group, counts) < 16 * group
 
 
 def decode_steps(
     levels: np.ndarray, group: np.ndarray, counts: np.ndarray, raw: np.ndarray, source: str
 ) -> np.ndarray:
     """Steps (uint16, modulo 2^16) of all groups, in group order."""
-    from delta_wire.kernels import cpu_rice
+    from delta_wire.kernels import cpu_steps
 
     num_changed = int(group.sum())
     steps = np.empty(num_changed, dtype=np.uint16)
     padded = np.append(raw, np.uint64(0))
-    if cpu_rice.join_steps(levels, group, counts, padded, num_changed, steps) < 0:
+    if cpu_steps.decode_steps(levels, group, counts, padded, steps) < 0:
         raise FormatError(f"{source}: the stream of raw bits ends before the last step")
     return steps
 

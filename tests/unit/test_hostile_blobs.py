@@ -7,30 +7,37 @@ import numpy as np
 import pytest
 
 from delta_wire import encodings
-from delta_wire.encodings import packed, streams
+from delta_wire.encodings import context, packed, streams
 from delta_wire.encodings.blob import write
 from delta_wire.errors import FormatError
+from delta_wire.kernels import cpu_bits
 from delta_wire.state import TensorDelta, TensorSpec, TensorTable, resolve
 
 NOTHING = np.empty(0, dtype=np.uint64)
 
 
-def blob_of(directory: streams.DirectoryWriter, low: np.ndarray = NOTHING, high: np.ndarray = NOTHING) -> np.ndarray:
-    words = directory.finish(np.empty(0, dtype=np.int64), np.zeros((0, 16), dtype=np.int64))
-    return streams.Streams(words, low, high, NOTHING, NOTHING).to_blob()
+def blob_of(codes: list[tuple[int, int]], low: np.ndarray = NOTHING, high: np.ndarray = NOTHING) -> np.ndarray:
+    """A blob whose directory holds these values, each with the order of its code."""
+    words = np.zeros(2 * len(codes), dtype=np.uint64)
+    values, orders = (np.array(column, dtype=np.int64) for column in zip(*codes, strict=True))
+    end = cpu_bits.write_codes(values, orders, words, 0)
+    return streams.Streams(words[: (end + 63) // 64], low, high, NOTHING, NOTHING).to_blob()
+
+
+def entries(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Codes of the tensors of a blob: for each the numbers skipped and a count."""
+    codes = [(len(pairs), cpu_bits.ORDER_TENSORS)]
+    for skipped, coded in pairs:
+        codes += [(skipped, cpu_bits.ORDER_SKIPPED), (coded, cpu_bits.ORDER_CHANGED)]
+    return codes
 
 
 @pytest.mark.parametrize("gaps", [[1, 2**63 - 2], [2**62], [0, 0, 0, 0], [2, 1]])
 def test_tensor_numbers_beyond_the_table_are_refused(gaps: list[int]):
     """A sum of gaps that wraps past 2^63 must not come out as a number that Python takes for an index from the end."""
     table = TensorTable([TensorSpec(name, (4,)) for name in "abc"])
-    directory = streams.DirectoryWriter()
-    directory.add([len(gaps)], packed.ORDER_TENSORS)
-    for gap in gaps:
-        directory.add([gap], packed.ORDER_ORDINAL)
-        directory.add([2], packed.ORDER_CHANGED)
     with pytest.raises(FormatError, match="blob"):
-        packed.unpack(blob_of(directory), table, "blob")
+        packed.unpack(blob_of(entries([(gap, 2) for gap in gaps])), table, "blob")
 
 
 def test_gaps_do_not_wrap():
@@ -47,14 +54,10 @@ def test_gaps_do_not_wrap():
 
 def test_a_tensor_that_is_listed_without_changes_is_left_out(tmp_path: Path):
     table = TensorTable([TensorSpec("a", (3,))])
-    directory = streams.DirectoryWriter()
-    directory.add([1], packed.ORDER_TENSORS)
     # by rank; the only exponent has no change, neither in all nor in the only slab
-    directory.add([0], packed.ORDER_ORDINAL)
-    directory.add([0, 0], packed.ORDER_CHANGED)
-    directory.add([0], 0)
+    codes = [*entries([(0, 0)]), (0, context.ORDER_CLASS), (0, 0)]
     path = tmp_path / "delta.safetensors"
-    write(path, "context", [blob_of(directory)], {}, 1)
+    write(path, "context", [blob_of(codes)], {}, 1)
     zeros = np.zeros(3, dtype=np.uint16)
     assert encodings.get("context").decode(path, table, "delta", {"a": zeros}.__getitem__) == {}
 
