@@ -58,13 +58,15 @@ class Detector:
         changes: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         delta: Delta = {}
         try:
-            for entry in live:
-                changed = kernels.extract(_contiguous(entry.tensor), self._held(entry))
-                changes[entry.name] = changed
-                if changed[0].numel():
-                    arrays = [to_numpy(part) for part in changed]
-                    for name in entry.names:
-                        delta[name] = TensorDelta(name, arrays[0], new=arrays[2], old=arrays[1])
+            for batch in _batches(live):
+                tensors = [_contiguous(entry.tensor) for entry in batch]
+                found = kernels.extract_many(tensors, [self._held(entry) for entry in batch])
+                for entry, changed in zip(batch, found, strict=True):
+                    changes[entry.name] = changed
+                    if changed[0].numel():
+                        arrays = [to_numpy(part) for part in changed]
+                        for name in entry.names:
+                            delta[name] = TensorDelta(name, arrays[0], new=arrays[2], old=arrays[1])
         except BaseException:
             # what is not handed out must be found again
             for name, (indices, old, _) in changes.items():
@@ -81,6 +83,17 @@ class Detector:
                 "began; a model must keep its tensors while its weights are published"
             )
         return held
+
+
+def _batches(live: Iterable[LiveTensor]) -> list[list[LiveTensor]]:
+    """Tensors to extract in one go: all of a GPU, which costs the host one wait for it, one at a time on a CPU."""
+    by_device: dict[torch.device, list[LiveTensor]] = {}
+    for entry in live:
+        by_device.setdefault(entry.tensor.device, []).append(entry)
+    batches: list[list[LiveTensor]] = []
+    for device, entries in by_device.items():
+        batches += [[entry] for entry in entries] if device.type == "cpu" else [entries]
+    return batches
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
