@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -107,12 +108,13 @@ class DemoServer:
     def stop(self) -> None:
         """End the server and everything it has started."""
         self._stopping = True
-        for sign, patience_s in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
-            try:
-                os.killpg(self._process.pid, sign)
-                self._process.wait(patience_s)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
+        # vLLM ends its own processes in order; whatever is left of the group after that is killed
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _call(self, path: str, *, method: str = "GET", timeout_s: float) -> bytes:
         request = urllib.request.Request(self.url + path, method=method)

@@ -8,8 +8,9 @@ What it shows: TRL's own AsyncGRPOTrainer with its spawned rollout worker learns
 generates the rollouts, and after every optimizer step only the changed bf16 values travel, through a bucket in
 `runs/demo/bucket`. At the end the server reads its live weights back, and they must equal the trainer's in every bit.
 
-Needs: Python 3.11 or newer, the environment of `make env` (torch, trl, transformers, vllm on the CPU), 10 GB of memory.
-No GPU, no model hub. The result lies in `runs/demo/summary.json`; the exit code is 0 only if every bit is equal.
+Needs: Python 3.11 or newer, the environment of `make env` (torch, trl, transformers, vllm on the CPU), 10 GB of
+memory. No GPU, no model hub. The result lies in `runs/demo/summary.json`; the exit code is 0 only if every bit is
+equal.
 """
 
 from __future__ import annotations
