@@ -66,6 +66,11 @@ class TensorTable(Mapping[str, TensorSpec]):
         """Number of every tensor."""
         return {name: number for number, name in enumerate(self.names)}
 
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Elements of every tensor by its number, int64."""
+        return np.array([spec.num_elements for spec in self._specs.values()], dtype=np.int64)
+
     def __getitem__(self, name: str) -> TensorSpec:
         return self._specs[name]
 

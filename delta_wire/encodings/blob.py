@@ -16,7 +16,7 @@ import numpy as np
 from delta_wire.container import TensorFile, write_tensors
 from delta_wire.encodings.plain import check_metadata, own_metadata
 from delta_wire.errors import FormatError
-from delta_wire.state import Delta, TensorDelta, TensorTable, num_changed
+from delta_wire.state import Delta, TensorTable, num_changed
 
 PREFIX = "delta."
 MAX_BLOBS = 4096
@@ -24,7 +24,7 @@ _FIXED_BYTES = 64 << 10
 # directory entry and level counts of a tensor, and a header entry, if it should have a blob of its own
 _BYTES_PER_TENSOR = 384
 # a share of work that is worth a blob and a thread: less than a hundredth of the payload is spent on splitting
-_CHANGES_PER_BLOB = 1 << 14
+_CHANGES_PER_BLOB = 1 << 16
 _MAX_SHARES = 16
 _THREADS = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="delta-coding")
 
@@ -37,7 +37,7 @@ def max_bytes(table: TensorTable) -> int:
 
 def encode(delta: Delta, pack: Callable[[Delta], np.ndarray]) -> list[np.ndarray]:
     """Split a delta into shares of about equal size and code them side by side; at least one blob."""
-    shares = _split({name: real for name, part in delta.items() if (real := _changes(part)).num_changed})
+    shares = _split(delta)
     return list(_THREADS.map(pack, shares)) if len(shares) > 1 else [pack(shares[0])]
 
 
@@ -73,16 +73,6 @@ def read(path: Path, encoding: str, source: str) -> list[np.ndarray]:
         if dtype != "U8" or len(shape) != 1:
             raise FormatError(f"{source}: {name}: expected U8 of one dimension, found {dtype} {list(shape)}")
     return [file.array(f"{PREFIX}{i}").copy() for i in range(len(names))]
-
-
-def _changes(part: TensorDelta) -> TensorDelta:
-    """Without elements that are listed and keep their bits: no code stands for a step of zero."""
-    if part.old is None or part.relative is not None:
-        return part
-    changed = part.old != part.new
-    return (
-        part if changed.all() else TensorDelta(part.name, part.indices[changed], part.new[changed], part.old[changed])
-    )
 
 
 def _split(delta: Delta) -> list[Delta]:

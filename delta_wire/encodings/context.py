@@ -21,7 +21,6 @@ from delta_wire.encodings.packed import (
     cut_parts,
     join,
     join_indices,
-    join_values,
     ordered_parts,
 )
 from delta_wire.errors import FormatError
@@ -70,18 +69,17 @@ def decode(blobs: list[np.ndarray], table: TensorTable, source: str, old_bits: O
 
 def pack(delta: Delta, table: TensorTable, old_bits: OldBits) -> np.ndarray:
     """Code sparse parts with the old weights as side information; see [`delta_wire.encodings.packed.pack`]."""
-    numbers, parts = ordered_parts(delta, table)
-    sizes = np.array([part.num_changed for part in parts], dtype=np.int64)
-    by_step = s.steps_pay(sizes, s.encode_steps(*join_values(parts), sizes)[0])
+    found = ordered_parts(delta, table)
+    parts, sizes = found.parts, found.sizes
+    by_step = s.steps_pay(sizes, s.encode_steps(found.old, found.new, sizes)[0])
     ranked = [_Ranked(part, old_bits(part.name)) for part in parts]
     by_rank = np.array([_pays(*pair) for pair in zip(parts, ranked, strict=True)], dtype=bool) & by_step
     chosen = [entry for entry, rank in zip(ranked, by_rank, strict=True) if rank]
     others = [part for part, rank in zip(parts, by_rank, strict=True) if not rank]
-    stepped = [part for part, steps, rank in zip(parts, by_step, by_rank, strict=True) if steps and not rank]
-    whole = [part for part, steps in zip(parts, by_step, strict=True) if not steps]
+    stepped = np.repeat(by_step & ~by_rank, sizes)
 
     # a count of zero cannot occur and marks a tensor coded by rank
-    directory = s.DirectoryWriter(numbers, np.where(by_rank, 0, 2 * sizes + ~by_step))
+    directory = s.DirectoryWriter(found.numbers, np.where(by_rank, 0, 2 * sizes + ~by_step))
     held = _stack([entry.held for entry in chosen])
     changed = _stack([entry.changed for entry in chosen])
     totals = changed.sum(axis=0)
@@ -92,17 +90,16 @@ def pack(delta: Delta, table: TensorTable, old_bits: OldBits) -> np.ndarray:
     directory.add(np.where(residual < 0, -2 * residual - 1, 2 * residual), _residual_order(expected))
 
     by_class = np.argsort(join([entry.exponent for entry in chosen], np.uint8), kind="stable")
-    old, new = join_values(stepped)
-    old = np.concatenate([old, join([entry.old for entry in chosen], np.uint16)[by_class]])
-    new = np.concatenate([new, join([entry.new for entry in chosen], np.uint16)[by_class]])
-    group = join([[part.num_changed for part in stepped], totals], np.int64)
+    old = np.concatenate([found.old[stepped], join([entry.old for entry in chosen], np.uint16)[by_class]])
+    new = np.concatenate([found.new[stepped], join([entry.new for entry in chosen], np.uint16)[by_class]])
+    group = np.concatenate([sizes[by_step & ~by_rank], totals])
     counts, level_universes, level_counts, levels, raw = s.encode_steps(old, new, group)
     low, high = s.encode_segments(
         join_indices([*(part.indices for part in others), *(entry.rank for entry in chosen), levels]),
-        join([[table[part.name].num_elements for part in others], held[present], level_universes], np.int64),
-        join([[part.num_changed for part in others], changed[present], level_counts], np.int64),
+        np.concatenate([table.sizes[found.numbers[~by_rank]], held[present], level_universes]),
+        np.concatenate([sizes[~by_rank], changed[present], level_counts]),
     )
-    values = s.to_words(join([part.new for part in whole], np.uint16))
+    values = s.to_words(found.new[np.repeat(~by_step, sizes)])
     return s.Streams(directory.finish(group, counts), low, high, raw, values).to_blob()
 
 
@@ -116,7 +113,7 @@ def unpack(blob: np.ndarray, table: TensorTable, source: str, old_bits: OldBits)
     sizes, by_step = coded[~by_rank] >> 1, (coded[~by_rank] & 1) == 0
     others = [name for name, rank in zip(names, by_rank, strict=True) if not rank]
     chosen = [name for name, rank in zip(names, by_rank, strict=True) if rank]
-    universes = np.array([table[name].num_elements for name in others], dtype=np.int64)
+    universes = table.sizes[directory.numbers[~by_rank]]
     if (sizes < 1).any() or (sizes > universes).any():
         raise FormatError(f"{source}: a tensor has more changes than elements, or none")
 

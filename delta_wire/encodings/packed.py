@@ -7,6 +7,7 @@ steps within two per cent of their order-0 entropy; see docs/FORMAT.md for the b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from delta_wire.encodings import blob as files
 from delta_wire.encodings import streams as s
 from delta_wire.errors import FormatError
 from delta_wire.state import Delta, OldBits, TensorDelta, TensorTable
+
+NO_VALUES = np.empty(0, dtype=np.uint16)
 
 
 class PackedEncoding:
@@ -56,23 +59,24 @@ def pack(delta: Delta, table: TensorTable) -> np.ndarray:
     Returns:
         `np.ndarray`: uint8, a blob of streams.
     """
-    numbers, parts = ordered_parts(delta, table)
-    sizes = np.array([part.num_changed for part in parts], dtype=np.int64)
-    steps = s.encode_steps(*join_values(parts), sizes)
+    found = ordered_parts(delta, table)
+    parts, sizes = found.parts, found.sizes
+    steps = s.encode_steps(found.old, found.new, sizes)
     by_step = s.steps_pay(sizes, steps[0])
-    whole = [part for part, pays in zip(parts, by_step, strict=True) if not pays]
-    group = sizes[by_step]
-    if whole:
-        steps = s.encode_steps(*join_values([part for part, pays in zip(parts, by_step, strict=True) if pays]), group)
+    values = NO_VALUES
+    group = sizes
+    if not by_step.all():
+        chosen = np.repeat(by_step, sizes)
+        group, values = sizes[by_step], found.new[~chosen]
+        steps = s.encode_steps(found.old[chosen], found.new[chosen], group)
     counts, level_universes, level_counts, levels, raw = steps
-    directory = s.DirectoryWriter(numbers, 2 * sizes + ~by_step)
+    directory = s.DirectoryWriter(found.numbers, 2 * sizes + ~by_step)
     low, high = s.encode_segments(
         join_indices([*(part.indices for part in parts), levels]),
-        join([[table[part.name].num_elements for part in parts], level_universes], np.int64),
+        np.concatenate([table.sizes[found.numbers], level_universes]),
         np.concatenate([sizes, level_counts]),
     )
-    values = s.to_words(join([part.new for part in whole], np.uint16))
-    return s.Streams(directory.finish(group, counts), low, high, raw, values).to_blob()
+    return s.Streams(directory.finish(group, counts), low, high, raw, s.to_words(values)).to_blob()
 
 
 def unpack(blob: np.ndarray, table: TensorTable, source: str) -> Delta:
@@ -84,7 +88,7 @@ def unpack(blob: np.ndarray, table: TensorTable, source: str) -> Delta:
     directory = s.DirectoryReader(streams.directory, len(table), source)
     names = [table.names[number] for number in directory.numbers]
     sizes, by_step = directory.coded >> 1, (directory.coded & 1) == 0
-    universes = np.array([table[name].num_elements for name in names], dtype=np.int64)
+    universes = table.sizes[directory.numbers]
     if (sizes < 1).any() or (sizes > universes).any():
         raise FormatError(f"{source}: a tensor has more changes than elements, or none")
     group = sizes[by_step]
@@ -127,18 +131,49 @@ def cut_parts(
     return delta
 
 
-def ordered_parts(delta: Delta, table: TensorTable) -> tuple[np.ndarray, list[TensorDelta]]:
-    """The parts in table order and their numbers in the table."""
+@dataclass(slots=True)
+class Parts:
+    """Changed tensors in the order of the table.
+
+    Args:
+        numbers: int64, their numbers in the table.
+        parts: their changes, every one real (`old != new`).
+        sizes: int64, how many each has.
+        old, new: uint16, bits of all of them, joined.
+    """
+
+    numbers: np.ndarray
+    parts: list[TensorDelta]
+    sizes: np.ndarray
+    old: np.ndarray
+    new: np.ndarray
+
+
+def ordered_parts(delta: Delta, table: TensorTable) -> Parts:
+    """Parts of a delta with old bits, without elements that are listed and keep theirs: no code stands for them."""
     numbers = table.numbers
     parts = sorted(delta.values(), key=lambda part: numbers[part.name])
-    return np.array([numbers[part.name] for part in parts], dtype=np.int64), parts
+    old, new = _join_values(parts)
+    if (old == new).any():
+        return ordered_parts({part.name: part for part in map(_real_changes, parts) if part.num_changed}, table)
+    return Parts(
+        np.array([numbers[part.name] for part in parts], dtype=np.int64),
+        parts,
+        np.array([part.num_changed for part in parts], dtype=np.int64),
+        old,
+        new,
+    )
 
 
-def join(arrays: list, dtype: type[np.generic]) -> np.ndarray:
-    """Concatenation of arrays and lists that may be empty."""
-    # an empty list would be taken for floats
-    parts = [part if isinstance(part, np.ndarray) else np.array(part, dtype=dtype) for part in arrays]
-    return np.concatenate([np.empty(0, dtype=dtype), *parts], dtype=dtype, casting="same_kind")
+def _real_changes(part: TensorDelta) -> TensorDelta:
+    assert part.old is not None
+    changed = part.old != part.new
+    return TensorDelta(part.name, part.indices[changed], part.new[changed], part.old[changed])
+
+
+def join(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    """Concatenation of any number of arrays."""
+    return np.concatenate([np.empty(0, dtype=dtype), *arrays], dtype=dtype, casting="same_kind")
 
 
 def join_indices(arrays: list[np.ndarray]) -> np.ndarray:
@@ -146,8 +181,9 @@ def join_indices(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype=np.int32), *arrays])
 
 
-def join_values(parts: list[TensorDelta]) -> tuple[np.ndarray, np.ndarray]:
+def _join_values(parts: list[TensorDelta]) -> tuple[np.ndarray, np.ndarray]:
     """Old and new bits of all parts."""
-    if any(part.old is None or part.relative is not None for part in parts):
+    old = [part.old for part in parts if part.old is not None and part.relative is None]
+    if len(old) < len(parts):
         raise ValueError("every part needs its old and new bits")
-    return join([part.old for part in parts], np.uint16), join([part.new for part in parts], np.uint16)
+    return join(old, np.uint16), join([part.new for part in parts], np.uint16)
