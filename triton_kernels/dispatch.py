@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _INT32_LIMIT = 1 << 31
 # a share of work that amortises a task's start, about a millisecond; 8 bytes of scratch an element and thread
 _CHUNK = 1 << 20
-_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="delta-kernels")
+_THREADS = ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1), thread_name_prefix="delta-kernels")
 _LOCAL = threading.local()
 
 
