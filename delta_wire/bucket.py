@@ -288,7 +288,8 @@ class BucketWriter:
     def _conflict(self, what: str) -> WriterConflictError:
         return WriterConflictError(
             f"{self.store.url}: expected {POINTER_KEY} to name version {self.version}, which this trainer published "
-            f"last, but {what}; stop the other trainer, or start this one with a bucket of its own"
+            f"last, but {what}. Publishing has ended for this run: stop the other trainer if there is one, repair the "
+            "bucket and resume from a checkout of its newest version, or start again with an empty bucket"
         )
 
 

@@ -150,7 +150,7 @@ def resolve_reference(reference: str) -> Path:
     if not match or ".." in reference:
         raise SetupError(
             f"the anchor's reference {reference!r} is no folder on this machine and not of the form repo@revision; "
-            "put the checkpoint there, or pass a copy of it"
+            "put the checkpoint there, or pass a copy of it (delta-wire: --base DIR)"
         )
     try:
         from huggingface_hub import snapshot_download

@@ -170,6 +170,16 @@ class Manifest:
             raise FormatError(f"{source}: a version needs a delta or an anchor, found neither")
         if manifest.delta is not None and manifest.parent is None:
             raise FormatError(f"{source}: a delta needs a parent to apply to, found none")
+        parent = manifest.parent
+        if (
+            manifest.delta is not None
+            and parent
+            and (parent.digest == manifest.digest) != (not manifest.changed_params)
+        ):
+            raise FormatError(
+                f"{source}: changed_params is {manifest.changed_params}, but the digest is "
+                f"{'that' if parent.digest == manifest.digest else 'not that'} of the parent; one of them is wrong"
+            )
         object.__setattr__(manifest, "_raw", raw)
         return manifest
 

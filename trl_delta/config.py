@@ -11,6 +11,7 @@ from delta_wire.errors import SetupError
 ON_FAILURE = ("warn", "stop")
 ENCODINGS = ("packed", "context", "plain")
 ENCODING_VARIABLE = "DELTA_SYNC_ENCODING"
+_MAX_WAIT_S = 1e8
 
 
 @dataclass
@@ -57,7 +58,7 @@ class DeltaSyncConfig:
         metadata={"help": "Publish every so many optimizer steps; the last step is always published."},
     )
     delta_sync_encoding: str = field(
-        default_factory=lambda: os.environ.get(ENCODING_VARIABLE, ENCODINGS[0]),
+        default_factory=lambda: os.environ.get(ENCODING_VARIABLE) or ENCODINGS[0],
         metadata={
             "help": "Encoding of the deltas: 'packed' (small), 'context' (half of that, takes 2 bytes of host memory "
             "per parameter on both sides) or 'plain' (sparse safetensors that other readers know).",
@@ -103,15 +104,12 @@ class DeltaSyncConfig:
                 f"delta_sync_on_failure: expected one of {', '.join(ON_FAILURE)}, found {self.delta_sync_on_failure!r}"
             )
         for name in ("delta_sync_steps", "delta_sync_expected_servers"):
-            if getattr(self, name) < 1:
-                raise SetupError(f"{name}: expected at least 1, found {getattr(self, name)}")
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise SetupError(f"{name}: expected a whole number of at least 1, found {value!r}")
         for name in ("delta_sync_close_timeout_s", "delta_sync_start_timeout_s", "delta_sync_server_timeout_s"):
-            if not getattr(self, name) >= 0:
-                raise SetupError(f"{name}: expected 0 or more seconds, found {getattr(self, name)}")
-        if not self.delta_sync_ack_poll_s > 0:
-            raise SetupError(
-                f"delta_sync_ack_poll_s: expected more than 0 seconds, found {self.delta_sync_ack_poll_s}"
-            )
+            _require_seconds(name, getattr(self, name), least=0.0)
+        _require_seconds("delta_sync_ack_poll_s", self.delta_sync_ack_poll_s, least=0.001)
 
     def require_bucket(self, bucket: str | None) -> str:
         """The bucket's address, given directly or by the config; [`SetupError`] if neither or both differ."""
@@ -127,3 +125,9 @@ class DeltaSyncConfig:
                 "delta_sync_bucket in the config"
             )
         return chosen
+
+
+def _require_seconds(name: str, value: object, least: float) -> None:
+    # what is longer cannot be waited for by a lock
+    if type(value) not in (int, float) or not least <= value <= _MAX_WAIT_S:  # type: ignore[operator]
+        raise SetupError(f"{name}: expected {least:g} to {_MAX_WAIT_S:g} seconds, found {value!r}")

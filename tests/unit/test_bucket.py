@@ -453,7 +453,9 @@ def test_a_second_writer_stops_the_first(run):
     run.writer = run.start()
     run.publish()
     delta, digest = run.next_delta()
-    with pytest.raises(WriterConflictError, match=r"LATEST names \w+-2-2; stop the other trainer"):
+    with pytest.raises(
+        WriterConflictError, match=r"LATEST names \w+-2-2\. Publishing has ended for this run: stop the other trainer"
+    ):
         first.publish(delta, digest=digest, step=1, encoding="plain")
 
 

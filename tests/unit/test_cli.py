@@ -178,7 +178,7 @@ def test_usage(command, bucket, tmp_path):
         result = command(*arguments)
         assert result.code in (0, 2) and ("Usage" in result.err or "Usage" in result.out)
         assert result.code == 2 or not arguments
-    assert "say which version" in command("checkout", bucket, tmp_path / "x").err
+    assert "expected BUCKET@VERSION" in command("checkout", bucket, tmp_path / "x").err
     assert command("--version").out.startswith("delta-wire")
     for name in cli.commands:
         assert command(name, "--help").code == 0

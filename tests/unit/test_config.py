@@ -77,3 +77,26 @@ def test_the_command_line_wins_over_the_yaml(tmp_path):
     _, delta_sync = parse(tmp_path, "--delta_sync_steps", "5", "--delta_sync_bucket", "other")
     assert delta_sync.delta_sync_steps == 5
     assert delta_sync.delta_sync_bucket == "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("delta_sync_close_timeout_s", float("inf")),
+        ("delta_sync_start_timeout_s", 1e10),
+        ("delta_sync_server_timeout_s", float("nan")),
+        ("delta_sync_ack_poll_s", float("inf")),
+        ("delta_sync_ack_poll_s", "1"),
+        ("delta_sync_steps", 1.5),
+        ("delta_sync_steps", float("nan")),
+        ("delta_sync_expected_servers", "2"),
+    ],
+)
+def test_values_that_would_fail_later_are_refused_by_name(name: str, value: object):
+    with pytest.raises(SetupError, match=name):
+        DeltaSyncConfig(**{name: value})
+
+
+def test_an_empty_variable_means_the_default(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DELTA_SYNC_ENCODING", "")
+    assert DeltaSyncConfig().delta_sync_encoding == "packed"

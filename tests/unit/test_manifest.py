@@ -134,6 +134,8 @@ def test_a_newer_format_is_refused_whatever_else_it_says():
         (edited(table__size_bytes=-1), "size_bytes must be an integer"),
         (edited(num_params=2**61), "num_params must be an integer"),
         (edited(changed_params=1001), "changed_params must be an integer from 0 to 1000"),
+        (edited(changed_params=0), "changed_params is 0, but the digest is not that of the parent"),
+        (edited(digest=str(MANIFEST.parent.digest)), "changed_params is 10, but the digest is that of the parent"),
         (edited(step=-1), "step must be"),
         (edited(step="70"), "step must be"),
         (edited(step=...), "'step' is missing"),
