@@ -31,22 +31,12 @@ LanesDict = dict[int, tuple[int, int]]
 _SAMPLES = 64
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Part:
-    """The change of one region.
-
-    Args:
-        region (`int`): which region.
-        positions (`torch.Tensor`): int64 `[K]`, where the elements live in the storage.
-        old, new (`torch.Tensor`): int16 `[K]`, on the storage's device: what is there, and what will be.
-        begun (`bool`): whether writing has begun.
-    """
+    """The change of one region: which, and the bits that are to be replaced."""
 
     region: int
-    positions: torch.Tensor
-    old: torch.Tensor
-    new: torch.Tensor
-    begun: bool = False
+    bits: kernels.Replacement
 
 
 @dataclass(slots=True)
@@ -75,6 +65,11 @@ class Patcher:
         self._of_tensor: dict[str, list[int]] = {}
         for at, region in enumerate(trace.regions):
             self._of_tensor.setdefault(region.tensor, []).append(at)
+
+    def settle(self) -> None:
+        """Arrange the live storages for fast commits. Beside the steps; changes no bit."""
+        for flat in self._storages:
+            kernels.use_huge_pages(flat)
 
     def plan_delta(self, path: Path) -> Plan:
         """Plan a sparse change from a staged file. Every index is checked before anything is planned.
@@ -127,7 +122,7 @@ class Patcher:
         change = resolve(change, old.cpu().numpy().view(np.uint16)) if change.relative is not None else change
         # a mapped file is read-only and ends with the staging folder
         new = torch.from_numpy(change.new.view(np.int16).copy()).to(flat.device)
-        plan.parts.append(Part(at, places, old, new))
+        plan.parts.append(Part(at, kernels.Replacement(flat, places, old, new)))
         plan.num_changed += positions.size
         keys = tensor_keys(region.tensor)
         added = (
@@ -147,16 +142,13 @@ class Patcher:
         if plan.state != "ready":
             raise LayoutError(f"this plan was already {plan.state}; stage the version again")
         plan.state = "begun"
-        for part in plan.parts:
-            flat = self._flat(part)
-            part.begun = True
-            found = kernels.scatter(flat, part.positions, part.new)
-            if not torch.equal(found, part.old):
-                part.old = found
+        counts = kernels.replace([part.bits for part in plan.parts])
+        for part, (stale, unwritten) in zip(plan.parts, counts, strict=True):
+            if stale:
                 raise LayoutError(
                     f"{self._name(part)} changed between staging and commit; something else writes to it"
                 )
-            if not torch.equal(kernels.gather(flat, part.positions), part.new):
+            if unwritten:
                 raise LayoutError(f"{self._name(part)} does not hold what was written to it")
         plan.state = "written"
         return plan.lanes
@@ -168,11 +160,9 @@ class Patcher:
         plan.state = "undone"
         restored = True
         for part in plan.parts:
-            if part.begun:
-                kernels.scatter(self._flat(part), part.positions, part.old)
+            kernels.scatter(part.bits.flat, part.bits.positions, part.bits.old)
         for part in plan.parts:
-            if part.begun:
-                restored &= torch.equal(kernels.gather(self._flat(part), part.positions), part.old)
+            restored &= torch.equal(kernels.gather(part.bits.flat, part.bits.positions), part.bits.old)
         return restored
 
     def _name(self, part: Part) -> str:
@@ -211,9 +201,6 @@ class Patcher:
                     "the server repacks, quantises or derives it, or loaded other weights",
                 )
         return problems
-
-    def _flat(self, part: Part) -> torch.Tensor:
-        return self._storages[self._regions[part.region].storage]
 
     def _view(self, storage: int, block: Block) -> torch.Tensor:
         return self._storages[storage].as_strided(block.sizes, block.steps, block.start)

@@ -27,6 +27,9 @@ def register() -> None:
     # a setting that cannot work ends the start here, before a model is loaded
     Settings.from_env()
     _registered = True
+    # remembers the cores of this process before vLLM binds its main thread to one of them
+    import delta_wire.kernels  # noqa: F401
+
     _check_start()
     _extend_engine_core()
     _extend_api_server()
