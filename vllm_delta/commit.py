@@ -208,7 +208,7 @@ class Coordinator:
         except DigestMismatchError:
             self._wrong = manifest.sha256
             raise
-        self.status.staged(manifest.version.seq)
+        self.status.staged(manifest.version.seq, staged.size_bytes)
         began_s = time.perf_counter()
         outcome = self._engine.between_steps(transaction.run)
         commit_ms = (time.perf_counter() - began_s) * 1000

@@ -138,10 +138,15 @@ def _extend_api_server() -> None:
 
     @functools.wraps(register_routers)
     def register_with_ours(app: Any) -> None:
-        from vllm_delta import routes
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from vllm_delta import routes, versions
 
         register_routers(app)
-        routes.attach(app)
+        routes.attach(app, Settings.from_env())
+        client: Any = AsyncLLM
+        if not hasattr(client, "delta_noted"):
+            client.generate, client.delta_noted = versions.note_versions(client.generate), True
 
     serve.register_vllm_serve_api_routers = register_with_ours
 
