@@ -107,3 +107,34 @@ def test_metrics_count_once_whatever_the_number_of_api_servers(followed: tuple[S
     assert after["vllm_delta:staged_bytes_total"] > before[0]["vllm_delta:staged_bytes_total"]
     assert after["vllm_delta:served_seq"] == manifest.version.seq and after["vllm_delta:lag_versions"] == 0
     assert after['vllm_delta:state{state="serving"}'] == 1 and after["vllm_delta:refused_total"] == 0
+
+
+def test_a_foreign_reload_is_noticed_and_healed(followed: tuple[Server, Training]):
+    server, training = followed
+    manifest = training.publish(training.start())
+    before = server.wait(lambda s: s["version"] == str(manifest.version), "the next version")
+    answer = ask(server, max_tokens=16, logprobs=1)[2]["choices"][0]["logprobs"]
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(training.base)}}
+    # its answer is not JSON that anybody needs
+    request = urllib.request.Request(
+        server.url + "/collective_rpc", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    urllib.request.urlopen(request, timeout=60).read()
+    # asked at once: generation waits until the version is proven again
+    _, headers, again = ask(server, max_tokens=16, logprobs=1)
+    assert headers["x-weight-version"] == str(manifest.version) and "x-weight-versions" not in headers
+    assert again["choices"][0]["logprobs"] == answer
+    healed = server.wait(lambda s: s["state"] == "serving", "the server to recover")
+    assert (healed["version"], healed["digest"]) == (before["version"], before["digest"])
+    assert any("reload_weights was called from outside" in entry["reason"] for entry in healed["refused"])
+    assert server.verify()["equal"]
+
+
+def test_the_server_follows_on_after_it_slept(followed: tuple[Server, Training]):
+    server, training = followed
+    for path in ("/sleep?level=2", "/wake_up"):
+        urllib.request.urlopen(urllib.request.Request(server.url + path, method="POST"), timeout=60).read()
+    manifest = training.publish(training.start())
+    server.wait(lambda s: s["version"] == str(manifest.version) and s["state"] == "serving", "the next version")
+    assert ask(server)[1]["x-weight-version"] == str(manifest.version)
+    assert server.verify()["equal"]
