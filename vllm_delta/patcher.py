@@ -61,6 +61,7 @@ class Patcher:
         refuse(trace.problems)
         self._regions = trace.regions
         self._storages = trace.storages
+        self._orders = trace.orders
         self._table = table
         self._of_tensor: dict[str, list[int]] = {}
         for at, region in enumerate(trace.regions):
@@ -97,7 +98,7 @@ class Patcher:
         self._table.require_same(checkpoint.table(), "the loaded checkpoint", str(folder))
         for at, region in enumerate(self._regions):
             bits = checkpoint.bits(region.tensor).reshape(-1)
-            for source, target in _slices(region):
+            for source, target in self._pieces(region):
                 wanted = np.lib.stride_tricks.as_strided(
                     bits[source.start :], source.sizes, tuple(2 * step for step in source.steps), writeable=False
                 )
@@ -117,7 +118,7 @@ class Patcher:
                 f"{region.tensor}: a planned position lies outside of {region.param} ({flat.numel()} elements); "
                 "nothing was written"
             )
-        places = torch.from_numpy(positions).to(flat.device)
+        places = torch.from_numpy(self._ordered(region.storage, positions)).to(flat.device)
         old = kernels.gather(flat, places)
         change = resolve(change, old.cpu().numpy().view(np.uint16)) if change.relative is not None else change
         # a mapped file is read-only and ends with the staging folder
@@ -173,7 +174,7 @@ class Patcher:
         result: LanesDict = {}
         for at, region in enumerate(self._regions):
             keys, sums = tensor_keys(region.tensor), Digest()
-            for source, target in _slices(region):
+            for source, target in self._pieces(region):
                 sums = sums + Digest(
                     *kernels.digest_dense(
                         self._view(region.storage, target), keys, start=source.start, steps=source.steps
@@ -190,7 +191,7 @@ class Patcher:
         for region in self._regions:
             picks = tuple(chooser.integers(0, size, _SAMPLES) for size in region.source.sizes)
             flat = self._storages[region.storage]
-            positions = torch.from_numpy(_dot(region.target, picks)).to(flat.device)
+            positions = torch.from_numpy(self._ordered(region.storage, _dot(region.target, picks))).to(flat.device)
             live = kernels.gather(flat, positions).cpu().numpy().view(np.uint16)
             wanted = checkpoint.bits(region.tensor).reshape(-1)[_dot(region.source, picks)]
             wrong = int(np.count_nonzero(live != wanted))
@@ -202,7 +203,21 @@ class Patcher:
                 )
         return problems
 
+    def _ordered(self, storage: int, positions: np.ndarray) -> np.ndarray:
+        order = self._orders.get(storage)
+        return positions if order is None else order(positions)
+
+    def _pieces(self, region: Region) -> Iterator[tuple[Block, Block]]:
+        # what has been permuted is copied together, eight bytes of position an element
+        return _slices(region, max_elements=1 << 20) if region.storage in self._orders else _slices(region)
+
     def _view(self, storage: int, block: Block) -> torch.Tensor:
+        if storage in self._orders:
+            positions = self._ordered(
+                storage, _dot(block, tuple(np.indices(block.sizes).reshape(len(block.sizes), -1)))
+            )
+            flat = self._storages[storage]
+            return kernels.gather(flat, torch.from_numpy(positions).to(flat.device)).reshape(block.sizes)
         return self._storages[storage].as_strided(block.sizes, block.steps, block.start)
 
 

@@ -76,11 +76,13 @@ class Rank:
     def trace(self) -> dict[str, Any]:
         """Trace the loader. Main thread, between two steps; milliseconds."""
         from delta_wire.checkpoint import Checkpoint
+        from vllm_delta.orders import find_orders
         from vllm_delta.patcher import Patcher
         from vllm_delta.regions import trace
 
         table = Checkpoint(self._folder).table()
         found = trace(self._model, table)
+        found.orders = find_orders(self._model, found.storages)
         if not found.problems:
             self._patcher = Patcher(found, table)
         return {

@@ -42,7 +42,7 @@ def answers(server: Server) -> list[dict[str, Any]]:
     return [{"tokens": c["tokens"], "logprobs": c["token_logprobs"], "top": c["top_logprobs"]} for c in choices]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama-tied"])
+@pytest.fixture(scope="module", params=["qwen3", "llama-tied", "qwen3-moe"])
 def followed(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Training]]:

@@ -15,6 +15,7 @@ from delta_wire.errors import DeltaError, LayoutError, ModelMismatchError
 from delta_wire.kernels import cpu
 from vllm_delta import patcher as module
 from vllm_delta.layout import Layout, RankTrace, total
+from vllm_delta.orders import order_of
 from vllm_delta.patcher import Patcher
 from vllm_delta.regions import trace
 from vllm_delta.staging import write_staged
@@ -218,3 +219,37 @@ def test_a_refused_trace_makes_no_patcher(training: Training):
 
     with pytest.raises(LayoutError, match="10 tensors"):
         Patcher(trace(Wrong(), training.table), training.table)
+
+
+def test_a_storage_whose_slabs_have_been_permuted(training: Training, tmp_path: Path):
+    """Everything as on a model that keeps the loader's layout."""
+    plain, permuted = Ranks(training.base, 1), Ranks(training.base, 1)
+    shuffle = torch.randperm(4 * 8, generator=torch.Generator().manual_seed(0))
+    found = order_of(lambda slab: slab.reshape(-1)[shuffle].reshape(slab.shape), (1, 4, 8))
+
+    def repack(model: FakeModel) -> None:
+        for slab in model.qkv.data.view(torch.int16).reshape(-1, shuffle.numel()):
+            slab.copy_(slab[shuffle])
+
+    seen = trace(permuted.models[0], training.table)
+    pointer = permuted.models[0].qkv.data_ptr()
+    (at,) = (number for number, flat in enumerate(seen.storages) if flat.data_ptr() == pointer)
+    seen.orders = {at: found}
+    patcher = Patcher(seen, training.table)
+    repack(permuted.models[0])
+    assert patcher.sample(training.base) == {}
+    assert patcher.digest() == plain.patchers[0].digest()
+
+    path = write_delta(training, tmp_path / "delta.safetensors")
+    for one in (patcher, plain.patchers[0]):
+        one.commit(one.plan_delta(path))
+    assert patcher.digest() == plain.patchers[0].digest()
+    repack(plain.models[0])
+    assert permuted.parameters() == plain.parameters()
+    patcher.commit(patcher.plan_checkpoint(training.base))
+    assert patcher.sample(training.base) == {}
+
+
+def test_a_transform_that_loses_elements_is_no_order():
+    with pytest.raises(LayoutError, match="more than to permute"):
+        order_of(lambda slab: slab.clamp(max=3), (2, 3))
