@@ -54,7 +54,12 @@ class Region:
             `[M]`.
         """
         first, last = np.searchsorted(indices, [self.source.start, self.source.stop])
-        rest = indices[first:last].astype(np.int64) - self.source.start
+        rest = indices[first:last].astype(np.int64)
+        if self.source.steps == self.target.steps == (1,):
+            # whole rows of a whole tensor, by far the most
+            rest += self.target.start - self.source.start
+            return slice(int(first), int(last)), rest
+        rest -= self.source.start
         positions = np.full(rest.size, self.target.start, dtype=np.int64)
         inside = np.ones(rest.size, dtype=np.bool_)
         for size, step, target_step in zip(self.source.sizes, self.source.steps, self.target.steps, strict=True):
