@@ -74,13 +74,15 @@ def find_orders(model: torch.nn.Module, storages: list[torch.Tensor]) -> dict[in
         isa = _packed_for(getattr(kernel, "fused_experts", None))
         if isa is None:
             continue
-        for weight in (module.w13_weight, module.w2_weight):
+        weights: list[Any] = [module.w13_weight, module.w2_weight]
+        for weight in weights:
             at = number.get(weight.untyped_storage().data_ptr())
             if at is None:
                 continue
-            key = (isa, tuple(weight.shape[1:]))
+            shape: tuple[int, ...] = (1, *weight.shape[1:])
+            key = (isa, shape)
             if key not in known:
-                known[key] = order_of(lambda slab, isa=isa: _repack(slab, isa), (1, *weight.shape[1:]))
+                known[key] = order_of(lambda slab, isa=isa: _repack(slab, isa), shape)
             orders[at] = known[key]
     return orders
 
