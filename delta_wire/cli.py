@@ -147,7 +147,7 @@ def checkout(bucket: str, folder: Path, base: Path | None, as_json: bool) -> Non
 
     address, version = _split(bucket)
     if version is None:
-        raise click.UsageError(f"{bucket}: expected BUCKET@VERSION, VERSION being latest, a number or run-epoch-number")
+        raise click.UsageError(f"{bucket}: expected BUCKET@VERSION, a VERSION being latest, a number or run-epoch-seq")
     reader = _open(address)
     manifest = _find(reader, version)
     written = write(reader, manifest, folder, base)

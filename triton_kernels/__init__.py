@@ -23,6 +23,7 @@ from delta_wire.kernels.coding import (
     rice_decode,
     rice_encode,
 )
+from delta_wire.kernels.devices import unbind_thread, use_huge_pages
 from delta_wire.kernels.dispatch import (
     digest_dense,
     digest_sparse,
@@ -35,8 +36,10 @@ from delta_wire.kernels.dispatch import (
     swap,
     warm_up,
 )
+from delta_wire.kernels.replacement import Replacement, replace
 
 __all__ = [
+    "Replacement",
     "apply_steps",
     "class_counts",
     "class_ranks",
@@ -49,10 +52,13 @@ __all__ = [
     "extract_many",
     "gather",
     "lanes_to_ints",
+    "replace",
     "rice_decode",
     "rice_encode",
     "round_bits",
     "scatter",
     "swap",
+    "unbind_thread",
+    "use_huge_pages",
     "warm_up",
 ]

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
+import mmap
+import os
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -12,6 +15,32 @@ import numpy as np
 
 if TYPE_CHECKING:
     import torch
+
+# before anyone binds the threads of this process to single cores, as vLLM does on a CPU
+_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+# of Linux 6.1 and newer; the module mmap does not know it
+_MADV_COLLAPSE = 25
+_HUGE_BYTES = 1 << 21
+
+
+def unbind_thread() -> None:
+    """Let this thread run wherever the process might when it began.
+
+    A thread starts on the cores of its maker. If that one is bound to a single core, both would share it.
+    """
+    if _CORES is not None:
+        os.sched_setaffinity(0, _CORES)
+
+
+def use_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask the system to keep a large CPU tensor in huge pages: a change scattered over all of it then waits for far
+    fewer page tables. Contents stay as they are, and a system that cannot or will not is no error."""
+    if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    # whole huge pages: neighbours in memory may share the first and the last one
+    start = tensor.data_ptr() // _HUGE_BYTES * _HUGE_BYTES
+    size = -(-(tensor.data_ptr() + tensor.nbytes - start) // _HUGE_BYTES) * _HUGE_BYTES
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_COLLAPSE)
 
 
 @functools.cache

@@ -5,22 +5,30 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from delta_wire.kernels.devices import on_device, require, to_host, to_torch, uses_triton
+from delta_wire.kernels.devices import on_device, require, to_host, to_torch, unbind_thread, uses_triton
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 _INT32_LIMIT = 1 << 31
 # a share of work that amortises a task's start, about a millisecond; 8 bytes of scratch an element and thread
 _CHUNK = 1 << 20
-_THREADS = ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1), thread_name_prefix="delta-kernels")
+_THREADS = ThreadPoolExecutor(
+    max_workers=min(16, os.cpu_count() or 1), thread_name_prefix="delta-kernels", initializer=unbind_thread
+)
 _LOCAL = threading.local()
+
+
+def beside(function: Callable[..., T], *args: object) -> Future[T]:
+    """Run a function in a thread of the pool."""
+    return _THREADS.submit(function, *args)
 
 
 def round_bits(param: torch.Tensor) -> torch.Tensor:
@@ -305,6 +313,8 @@ def warm_up() -> None:
     """Compile (or load from the cache) every CPU form, so that no step or commit pays for it later."""
     import torch
 
+    from delta_wire.kernels import cpu
+
     for dtype in (torch.float32, torch.bfloat16):
         param = torch.ones(8, dtype=dtype)
         snapshot = torch.zeros(8, dtype=torch.int16)
@@ -317,3 +327,5 @@ def warm_up() -> None:
     positions = torch.zeros(1, dtype=torch.int64)
     scatter(snapshot, positions, gather(snapshot, positions))
     swap(snapshot, positions, gather(snapshot, positions), positions, (1, 2))
+    bits = snapshot.numpy().view(np.uint16)
+    cpu.replace(bits, positions.numpy(), bits[:1].copy(), bits[:1].copy())

@@ -75,6 +75,10 @@ class Coordinator:
         self._position: Position | None = None
         # why the live weights are not known to be any version; generation is paused
         self._unproven: str | None = None
+        # why something else may have written weights; generation is paused until they are proven
+        self._suspected: str | None = None
+        # proven again, but generation is still paused
+        self._recovered = False
         # manifest of a version that its deltas do not lead to
         self._wrong: str | None = None
         self._about = settings.bucket
@@ -92,8 +96,11 @@ class Coordinator:
             self._attach()
             if self._unproven is not None:
                 self._resync()
+            if self._suspected is not None:
+                self._clear_suspicion()
             self._verify()
             self._follow()
+            self._generate_again()
             self._failures = 0
             self._reporter.report()
         except EngineStopped:
@@ -115,7 +122,15 @@ class Coordinator:
         self.wake.set()
         return answer
 
+    def suspect(self, reason: str) -> None:
+        """Generate nothing until the live weights are proven. For the engine's thread, between two steps."""
+        self._engine.pause()
+        self._suspected = reason
+        self.wake.set()
+
     def _fail(self, error: Exception) -> None:
+        if self._unproven is None:
+            self._generate_again()
         reason = str(error) or repr(error)
         if self._unproven is not None and self._unproven != reason:
             reason = f"generation is paused, the live weights are not proven: {self._unproven}; {reason}"
@@ -205,10 +220,13 @@ class Coordinator:
         try:
             # from the old bits as they are now: what cannot be right is refused before a weight is written
             transaction.expect(replies)
-        except DigestMismatchError:
+        except DigestMismatchError as error:
+            # the delta is wrong, or what it was to change is no longer what was proven
+            if self._wrong != manifest.sha256:
+                self._prove(position, str(error))
             self._wrong = manifest.sha256
             raise
-        self.status.staged(manifest.version.seq)
+        self.status.staged(manifest.version.seq, staged.size_bytes)
         began_s = time.perf_counter()
         outcome = self._engine.between_steps(transaction.run)
         commit_ms = (time.perf_counter() - began_s) * 1000
@@ -253,6 +271,29 @@ class Coordinator:
         if found != position.digest:
             self._hold(f"{context}: the live weights have digest {found}, expected {position.digest}")
 
+    def _clear_suspicion(self) -> None:
+        """Prove the live weights and generate again, or hold generation and raise."""
+        reason, self._suspected = self._suspected, None
+        here, position = self._here, self._position
+        self._about = "the live model"
+        try:
+            found = total(here.digests())
+        except DigestMismatchError as error:
+            self._hold(f"{reason}: {error}")
+        except Exception:
+            self._suspected = self._suspected or reason
+            raise
+        expected = here.loaded if position is None else position.digest
+        if found != expected:
+            self._hold(f"{reason}: the live weights have digest {found}, expected {expected}")
+        self._engine.between_steps(self._resume)
+        logger.info("%s, and the live weights are what they were; generation goes on", reason)
+
+    def _resume(self) -> None:
+        # in the engine's thread, like a suspicion: what was written since the proof is not overlooked
+        if self._suspected is None:
+            self._engine.resume()
+
     def _hold(self, reason: str) -> NoReturn:
         """Generate nothing until the weights are proven again."""
         self._engine.between_steps(self._engine.pause)
@@ -277,8 +318,14 @@ class Coordinator:
             self._write_back(
                 staged.path, staged.manifest.digest, Position(staged.manifest.version, staged.manifest.digest)
             )
-        self._unproven = None
-        self._engine.between_steps(self._engine.resume)
+        # generation goes on after the newest version has been committed: nobody gets an older one than before
+        self._unproven, self._recovered = None, True
+
+    def _generate_again(self) -> None:
+        """End the pause of a recovery."""
+        if self._recovered:
+            self._recovered = False
+            self._engine.between_steps(self._resume)
 
     def _write_back(self, folder: Path, digest: Digest, position: Position | None) -> None:
         here = self._here
@@ -298,4 +345,4 @@ class Coordinator:
         self._position = position
         self.status.moved(None if position is None else position.version, digest)
         self._ranks.release()
-        logger.warning("the live weights are proven to be those of %s again; generation goes on", folder)
+        logger.warning("the live weights are proven to be those of %s again", folder)

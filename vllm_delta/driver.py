@@ -66,5 +66,13 @@ class Driver:
     def status(self) -> dict[str, Any]:
         return self._coordinator.status.to_json()
 
+    def suspect(self, reason: str) -> None:
+        """Something else may have written weights. In the engine's thread: no step runs until they are proven."""
+        self._coordinator.suspect(reason)
+
+    def hold_on(self) -> None:
+        """The scheduler was resumed. In the engine's thread."""
+        self._engine.hold_on()
+
     def verify(self) -> Future[dict[str, Any]]:
         return self._coordinator.verify()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from delta_wire.errors import SetupError
 from vllm_delta.cache import renew
 from vllm_delta.settings import CachePolicy
 
@@ -92,6 +93,8 @@ class VllmEngine:
                     raise EngineStopped from None
 
     def rpc(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        if self._core.model_executor.is_sleeping:
+            raise SetupError("the engine sleeps and its weights may be gone; this goes on when it wakes up")
         return self._core.collective_rpc(method, args=args)
 
     def drain(self) -> None:
@@ -121,7 +124,13 @@ class VllmEngine:
 
         if self._held is None:
             self._held = self._core.scheduler.pause_state
-            self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+    def hold_on(self) -> None:
+        """Somebody resumed the scheduler: stay paused if we need it, and let theirs be what `resume` goes back to."""
+        if self._held is not None:
+            self._held = self._core.scheduler.pause_state
+            self.pause()
 
     def resume(self) -> None:
         if self._held is not None:

@@ -31,22 +31,12 @@ LanesDict = dict[int, tuple[int, int]]
 _SAMPLES = 64
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Part:
-    """The change of one region.
-
-    Args:
-        region (`int`): which region.
-        positions (`torch.Tensor`): int64 `[K]`, where the elements live in the storage.
-        old, new (`torch.Tensor`): int16 `[K]`, on the storage's device: what is there, and what will be.
-        begun (`bool`): whether writing has begun.
-    """
+    """The change of one region: which, and the bits that are to be replaced."""
 
     region: int
-    positions: torch.Tensor
-    old: torch.Tensor
-    new: torch.Tensor
-    begun: bool = False
+    bits: kernels.Replacement
 
 
 @dataclass(slots=True)
@@ -71,10 +61,16 @@ class Patcher:
         refuse(trace.problems)
         self._regions = trace.regions
         self._storages = trace.storages
+        self._orders = trace.orders
         self._table = table
         self._of_tensor: dict[str, list[int]] = {}
         for at, region in enumerate(trace.regions):
             self._of_tensor.setdefault(region.tensor, []).append(at)
+
+    def settle(self) -> None:
+        """Arrange the live storages for fast commits. Beside the steps; changes no bit."""
+        for flat in self._storages:
+            kernels.use_huge_pages(flat)
 
     def plan_delta(self, path: Path) -> Plan:
         """Plan a sparse change from a staged file. Every index is checked before anything is planned.
@@ -102,7 +98,7 @@ class Patcher:
         self._table.require_same(checkpoint.table(), "the loaded checkpoint", str(folder))
         for at, region in enumerate(self._regions):
             bits = checkpoint.bits(region.tensor).reshape(-1)
-            for source, target in _slices(region):
+            for source, target in self._pieces(region):
                 wanted = np.lib.stride_tricks.as_strided(
                     bits[source.start :], source.sizes, tuple(2 * step for step in source.steps), writeable=False
                 )
@@ -122,12 +118,12 @@ class Patcher:
                 f"{region.tensor}: a planned position lies outside of {region.param} ({flat.numel()} elements); "
                 "nothing was written"
             )
-        places = torch.from_numpy(positions).to(flat.device)
+        places = torch.from_numpy(self._ordered(region.storage, positions)).to(flat.device)
         old = kernels.gather(flat, places)
         change = resolve(change, old.cpu().numpy().view(np.uint16)) if change.relative is not None else change
         # a mapped file is read-only and ends with the staging folder
         new = torch.from_numpy(change.new.view(np.int16).copy()).to(flat.device)
-        plan.parts.append(Part(at, places, old, new))
+        plan.parts.append(Part(at, kernels.Replacement(flat, places, old, new)))
         plan.num_changed += positions.size
         keys = tensor_keys(region.tensor)
         added = (
@@ -147,16 +143,13 @@ class Patcher:
         if plan.state != "ready":
             raise LayoutError(f"this plan was already {plan.state}; stage the version again")
         plan.state = "begun"
-        for part in plan.parts:
-            flat = self._flat(part)
-            part.begun = True
-            found = kernels.scatter(flat, part.positions, part.new)
-            if not torch.equal(found, part.old):
-                part.old = found
+        counts = kernels.replace([part.bits for part in plan.parts])
+        for part, (stale, unwritten) in zip(plan.parts, counts, strict=True):
+            if stale:
                 raise LayoutError(
                     f"{self._name(part)} changed between staging and commit; something else writes to it"
                 )
-            if not torch.equal(kernels.gather(flat, part.positions), part.new):
+            if unwritten:
                 raise LayoutError(f"{self._name(part)} does not hold what was written to it")
         plan.state = "written"
         return plan.lanes
@@ -168,11 +161,9 @@ class Patcher:
         plan.state = "undone"
         restored = True
         for part in plan.parts:
-            if part.begun:
-                kernels.scatter(self._flat(part), part.positions, part.old)
+            kernels.scatter(part.bits.flat, part.bits.positions, part.bits.old)
         for part in plan.parts:
-            if part.begun:
-                restored &= torch.equal(kernels.gather(self._flat(part), part.positions), part.old)
+            restored &= torch.equal(kernels.gather(part.bits.flat, part.bits.positions), part.bits.old)
         return restored
 
     def _name(self, part: Part) -> str:
@@ -183,7 +174,7 @@ class Patcher:
         result: LanesDict = {}
         for at, region in enumerate(self._regions):
             keys, sums = tensor_keys(region.tensor), Digest()
-            for source, target in _slices(region):
+            for source, target in self._pieces(region):
                 sums = sums + Digest(
                     *kernels.digest_dense(
                         self._view(region.storage, target), keys, start=source.start, steps=source.steps
@@ -200,7 +191,7 @@ class Patcher:
         for region in self._regions:
             picks = tuple(chooser.integers(0, size, _SAMPLES) for size in region.source.sizes)
             flat = self._storages[region.storage]
-            positions = torch.from_numpy(_dot(region.target, picks)).to(flat.device)
+            positions = torch.from_numpy(self._ordered(region.storage, _dot(region.target, picks))).to(flat.device)
             live = kernels.gather(flat, positions).cpu().numpy().view(np.uint16)
             wanted = checkpoint.bits(region.tensor).reshape(-1)[_dot(region.source, picks)]
             wrong = int(np.count_nonzero(live != wanted))
@@ -212,10 +203,21 @@ class Patcher:
                 )
         return problems
 
-    def _flat(self, part: Part) -> torch.Tensor:
-        return self._storages[self._regions[part.region].storage]
+    def _ordered(self, storage: int, positions: np.ndarray) -> np.ndarray:
+        order = self._orders.get(storage)
+        return positions if order is None else order(positions)
+
+    def _pieces(self, region: Region) -> Iterator[tuple[Block, Block]]:
+        # what has been permuted is copied together, eight bytes of position an element
+        return _slices(region, max_elements=1 << 20) if region.storage in self._orders else _slices(region)
 
     def _view(self, storage: int, block: Block) -> torch.Tensor:
+        if storage in self._orders:
+            positions = self._ordered(
+                storage, _dot(block, tuple(np.indices(block.sizes).reshape(len(block.sizes), -1)))
+            )
+            flat = self._storages[storage]
+            return kernels.gather(flat, torch.from_numpy(positions).to(flat.device)).reshape(block.sizes)
         return self._storages[storage].as_strided(block.sizes, block.steps, block.start)
 
 

@@ -17,6 +17,8 @@ from vllm_delta.settings import BUCKET, Settings
 
 logger = logging.getLogger("vllm.vllm_delta.plugin")
 _registered = False
+# remote calls of vLLM's own workers that change weights
+_WRITERS = {"load_model", "reload_weights", "start_weight_update", "update_weights", "finish_weight_update"}
 
 
 def register() -> None:
@@ -27,6 +29,9 @@ def register() -> None:
     # a setting that cannot work ends the start here, before a model is loaded
     Settings.from_env()
     _registered = True
+    # remembers the cores of this process before vLLM binds its main thread to one of them
+    import delta_wire.kernels  # noqa: F401
+
     _check_start()
     _extend_engine_core()
     _extend_api_server()
@@ -77,8 +82,46 @@ def _extend_engine_core() -> None:
 
     proc.run_busy_loop = run_with_driver
     proc._handle_client_request = handle_with_items
+    _watch_writers(proc)
     proc.delta_status = lambda core: core.delta_driver.status()
     proc.delta_verify = lambda core: core.delta_driver.verify()
+
+
+def _watch_writers(proc: Any) -> None:
+    """What else writes weights on request runs as before, and then nothing is generated until they are proven."""
+    call, wake_up, resume = proc.collective_rpc, proc.wake_up, proc.resume_scheduler
+    # there is no driver before the loop runs
+    proc.delta_driver = None
+
+    @functools.wraps(call)
+    def call_and_suspect(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        writes = callable(method) or method in _WRITERS
+        try:
+            return call(core, method, *args, **kwargs)
+        finally:
+            # it may have failed half way
+            if writes and core.delta_driver is not None:
+                core.delta_driver.suspect(f"{getattr(method, '__name__', method)} was called from outside")
+
+    @functools.wraps(wake_up)
+    def wake_and_suspect(core: Any, *args: Any, **kwargs: Any) -> Any:
+        slept = core.model_executor.is_sleeping
+        try:
+            return wake_up(core, *args, **kwargs)
+        finally:
+            if slept and core.delta_driver is not None:
+                core.delta_driver.suspect("the engine slept")
+
+    @functools.wraps(resume)
+    def resume_unless_held(core: Any, *args: Any, **kwargs: Any) -> Any:
+        result = resume(core, *args, **kwargs)
+        if core.delta_driver is not None:
+            core.delta_driver.hold_on()
+        return result
+
+    proc.collective_rpc = call_and_suspect
+    proc.wake_up = wake_and_suspect
+    proc.resume_scheduler = resume_unless_held
 
 
 def _check_start() -> None:
@@ -135,10 +178,15 @@ def _extend_api_server() -> None:
 
     @functools.wraps(register_routers)
     def register_with_ours(app: Any) -> None:
-        from vllm_delta import routes
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from vllm_delta import routes, versions
 
         register_routers(app)
-        routes.attach(app)
+        routes.attach(app, Settings.from_env())
+        client: Any = AsyncLLM
+        if not hasattr(client, "delta_noted"):
+            client.generate, client.delta_noted = versions.note_versions(client.generate), True
 
     serve.register_vllm_serve_api_routers = register_with_ours
 

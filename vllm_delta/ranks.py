@@ -14,7 +14,8 @@ from delta_wire.errors import DeltaError
 from vllm_delta.engine import Engine
 from vllm_delta.layout import RankTrace
 
-_POLL_S = 0.02
+# each look is a remote call between two steps
+_POLL_S = 0.04
 
 
 def raise_failures(replies: Sequence[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from delta_wire.state import TensorTable
 from vllm_delta.blocks import Block, coverage, merge_axes
+from vllm_delta.orders import Order
 
 _aten = torch.ops.aten
 _FILLS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
@@ -53,7 +54,12 @@ class Region:
             `[M]`.
         """
         first, last = np.searchsorted(indices, [self.source.start, self.source.stop])
-        rest = indices[first:last].astype(np.int64) - self.source.start
+        rest = indices[first:last].astype(np.int64)
+        if self.source.steps == self.target.steps == (1,):
+            # whole rows of a whole tensor, by far the most
+            rest += self.target.start - self.source.start
+            return slice(int(first), int(last)), rest
+        rest -= self.source.start
         positions = np.full(rest.size, self.target.start, dtype=np.int64)
         inside = np.ones(rest.size, dtype=np.bool_)
         for size, step, target_step in zip(self.source.sizes, self.source.steps, self.target.steps, strict=True):
@@ -75,11 +81,13 @@ class Trace:
         regions: in the order of the loader's writes.
         storages: one flat int16 view per live storage that a region points to.
         problems: checkpoint or parameter name → why it cannot be patched.
+        orders: storage → how its slabs have been permuted since loading; the targets of regions know nothing of it.
     """
 
     regions: list[Region] = field(default_factory=list)
     storages: list[torch.Tensor] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
+    orders: dict[int, Order] = field(default_factory=dict)
 
 
 def trace(model: torch.nn.Module, table: TensorTable) -> Trace:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /delta/status` and `POST /delta/verify` on vLLM's own API server."""
+"""`GET /delta/status` and `POST /delta/verify` on vLLM's own API server, and what is added to its answers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
+
+from vllm_delta.metrics import MetricsMiddleware
+from vllm_delta.settings import Settings
+from vllm_delta.versions import VersionMiddleware
 
 router = APIRouter(prefix="/delta")
 
@@ -44,6 +48,8 @@ async def verify(request: Request) -> dict[str, Any]:
     return await _ask(request, "delta_verify")
 
 
-def attach(app: FastAPI) -> None:
-    """Add the routes to an application."""
+def attach(app: FastAPI, settings: Settings) -> None:
+    """Add the routes, the metrics and the versions in headers to an application."""
     app.include_router(router)
+    app.add_middleware(MetricsMiddleware)
+    app.add_middleware(VersionMiddleware, wait_s=settings.min_version_wait_s)

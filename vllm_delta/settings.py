@@ -32,6 +32,8 @@ class Settings:
             the new weights, `keep` does nothing.
         ack (`bool`): whether the server reports what it serves to the bucket (`DELTA_SYNC_ACK`).
         stage_dir (`Path`): folder for downloads (`DELTA_SYNC_STAGE_DIR`); every rank must see it.
+        min_version_wait_s (`float`): how long a request with the header `x-min-weight-version` waits before it is
+            answered with 409 (`DELTA_SYNC_MIN_VERSION_WAIT_S`).
         server_id (`str`): name of this server in the bucket (`DELTA_SYNC_SERVER_ID`).
     """
 
@@ -41,6 +43,7 @@ class Settings:
     ack: bool = True
     stage_dir: Path = Path(tempfile.gettempdir())
     server_id: str = ""
+    min_version_wait_s: float = 10.0
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -74,6 +77,7 @@ class Settings:
             ack=_choice(env, "DELTA_SYNC_ACK", ("1", "0"), default="1") == "1",
             stage_dir=stage_dir,
             server_id=server_id,
+            min_version_wait_s=_seconds(env, "DELTA_SYNC_MIN_VERSION_WAIT_S", 10.0),
         )
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
+from itertools import accumulate
 from typing import Any, Literal
 
 from delta_wire.digest import Digest
@@ -16,6 +18,8 @@ logger = logging.getLogger("vllm.vllm_delta.status")
 State = Literal["waiting", "serving", "degraded"]
 _RECENT = 64
 _REFUSED = 16
+# upper bounds of the histogram of pauses
+_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class Status:
@@ -43,6 +47,10 @@ class Status:
         self._scatter_ms: list[float] = []
         self._pauses_ms: deque[float] = deque(maxlen=_RECENT)
         self._refused: deque[dict[str, str]] = deque(maxlen=_REFUSED)
+        self._refused_total = 0
+        self._staged_bytes = 0
+        self._buckets = [0] * (len(_BUCKETS_S) + 1)
+        self._pause_sum_s = 0.0
 
     def attached(self, digest: Digest, num_ranks: int) -> None:
         with self._lock:
@@ -63,6 +71,7 @@ class Status:
             entry = {"object": about, "reason": reason}
             if entry not in self._refused:
                 self._refused.append(entry)
+                self._refused_total += 1
         self._enter("degraded", reason)
 
     def _enter(self, state: State, reason: str | None) -> None:
@@ -83,9 +92,10 @@ class Status:
         with self._lock:
             self.target = target
 
-    def staged(self, seq: int) -> None:
+    def staged(self, seq: int, num_bytes: int) -> None:
         with self._lock:
             self._staged_seq = seq
+            self._staged_bytes += num_bytes
 
     def committed(
         self, version: VersionId, digest: Digest, pause_ms: float, commit_ms: float, scatter_ms: list[float]
@@ -97,6 +107,8 @@ class Status:
             self._last_commit_ms = round(commit_ms, 3)
             self._scatter_ms = [round(value, 3) for value in scatter_ms]
             self._pauses_ms.append(round(pause_ms, 3))
+            self._buckets[bisect_left(_BUCKETS_S, pause_ms / 1000)] += 1
+            self._pause_sum_s += pause_ms / 1000
 
     def moved(self, version: VersionId | None, digest: Digest) -> None:
         """The live weights are another version than before."""
@@ -132,6 +144,14 @@ class Status:
                 "last_commit_ms": self._last_commit_ms,
                 "pauses_ms": list(self._pauses_ms),
                 "refused": list(self._refused),
+                "refused_total": self._refused_total,
+                "staged_bytes": self._staged_bytes,
+                # as Prometheus wants it: bounds in seconds, each with the number of pauses up to it
+                "pause_buckets": [
+                    [bound, count]
+                    for bound, count in zip([*map(str, _BUCKETS_S), "+Inf"], accumulate(self._buckets), strict=True)
+                ],
+                "pause_sum_s": self._pause_sum_s,
                 "ranks": [
                     {"rank": rank, "scatter_ms": self._scatter_ms[rank] if self._scatter_ms else None}
                     for rank in range(self._num_ranks)

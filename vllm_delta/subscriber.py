@@ -38,6 +38,12 @@ class Staged:
     manifest: Manifest
     num_versions: int
 
+    @property
+    def size_bytes(self) -> int:
+        """What it takes on disk."""
+        files = [self.path] if self.path.is_file() else self.path.rglob("*")
+        return sum(file.stat().st_size for file in files if file.is_file())
+
 
 @dataclass(frozen=True, slots=True)
 class Position:

@@ -42,6 +42,12 @@ def _failure(error: BaseException) -> dict[str, Any]:
     return {"error": str(error) or repr(error), "kind": type(error).__name__}
 
 
+def _leave_main_core() -> None:
+    from delta_wire import kernels
+
+    kernels.unbind_thread()
+
+
 def checkpoint_folder(model_config: Any) -> Path:
     """The folder of the checkpoint that vLLM was started with."""
     from delta_wire.checkpoint import resolve_reference
@@ -64,17 +70,19 @@ class Rank:
         self._folder = folder
         self._patcher: Patcher | None = None
         self._plan: Plan | None = None
-        self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delta-plan")
+        self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delta-plan", initializer=_leave_main_core)
         self._job: tuple[int, Future[dict[str, Any]]] | None = None
 
     def trace(self) -> dict[str, Any]:
         """Trace the loader. Main thread, between two steps; milliseconds."""
         from delta_wire.checkpoint import Checkpoint
+        from vllm_delta.orders import find_orders
         from vllm_delta.patcher import Patcher
         from vllm_delta.regions import trace
 
         table = Checkpoint(self._folder).table()
         found = trace(self._model, table)
+        found.orders = find_orders(self._model, found.storages)
         if not found.problems:
             self._patcher = Patcher(found, table)
         return {
@@ -121,6 +129,7 @@ class Rank:
 
         # what is compiled here is not compiled inside a commit
         kernels.warm_up()
+        self.patcher.settle()
         return {"problems": self.patcher.sample(self._folder)}
 
     def _digest(self) -> dict[str, Any]:

@@ -29,11 +29,15 @@ EXTENSION = "--worker-extension-cls=vllm_delta.DeltaWorkerExtension"
 # the last one fills more than one block of the prefix cache (128 tokens on a CPU)
 PROMPTS = ["What is 12 plus 30?", "The answer is", "First count, then fill. " * 40]
 # long enough for three versions to come and go
-TOKENS_IN_FLIGHT = 1500
+TOKENS_IN_FLIGHT = 1900
+
+
+# experts on two ranks, each on a core of its own
+FLAGS = {"qwen3-moe": ("--tensor-parallel-size=2",)}
 
 
 def environment(bucket: Path) -> dict[str, str]:
-    return {"DELTA_SYNC_BUCKET": str(bucket), "DELTA_SYNC_POLL_S": "0.1"}
+    return {"DELTA_SYNC_BUCKET": str(bucket), "DELTA_SYNC_POLL_S": "0.1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def answers(server: Server) -> list[dict[str, Any]]:
@@ -42,7 +46,7 @@ def answers(server: Server) -> list[dict[str, Any]]:
     return [{"tokens": c["tokens"], "logprobs": c["token_logprobs"], "top": c["top_logprobs"]} for c in choices]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama-tied"])
+@pytest.fixture(scope="module", params=["qwen3", "llama-tied", "qwen3-moe"])
 def followed(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Training]]:
@@ -51,7 +55,8 @@ def followed(
     training = Training(tiny_model(request.param), folder / "bucket")
     env = environment(training.bucket)
     # without scale-out no answer of the API tells which version produced which token
-    with serve(training.base, folder / "server.log", EXTENSION, "--enable-scale-out", env=env) as server:
+    flags = (EXTENSION, "--enable-scale-out", *FLAGS.get(request.param, ()))
+    with serve(training.base, folder / "server.log", *flags, env=env) as server:
         yield server, training
 
 
@@ -62,8 +67,11 @@ def labelled(server: Server) -> list[dict[str, Any]]:
     return server.request("/inference/v1/generate", body)["choices"][0]["weight_versions"]
 
 
-def test_three_updates_under_load_equal_a_fresh_server(followed: tuple[Server, Training], tmp_path: Path):
+def test_three_updates_under_load_equal_a_fresh_server(
+    followed: tuple[Server, Training], tmp_path: Path, request: pytest.FixtureRequest
+):
     server, training = followed
+    flags = (EXTENSION, *FLAGS.get(request.node.callspec.params["followed"], ()))
     missing = server.wait(lambda s: s["state"] == "degraded", "the missing bucket to be reported")
     assert str(training.bucket) in missing["reason"]
 
@@ -99,7 +107,7 @@ def test_three_updates_under_load_equal_a_fresh_server(followed: tuple[Server, T
     assert updated != before
     store = open_store(training.bucket)
     folder = checkout(BucketReader(store), versions[-1], tmp_path / "checkout")
-    with serve(folder, tmp_path / "fresh.log", EXTENSION, env=environment(training.bucket)) as fresh:
+    with serve(folder, tmp_path / "fresh.log", *flags, env=environment(training.bucket)) as fresh:
         recognised = fresh.wait(lambda s: s["state"] == "serving", "the fresh server to recognise its version")
         assert recognised["seq"] == 3 and recognised["commits"] == 0
         assert answers(fresh) == updated

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from delta_wire import kernels
-from delta_wire.kernels import cpu, dispatch, reference
+from delta_wire.kernels import cpu, dispatch, reference, replacement
 
 KEYS = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 SIZES = [0, 1, 2, 63, 64, 65, 1000]
@@ -149,6 +149,33 @@ def test_scatter_returns_what_was_there_and_gather_reads_it_back():
     assert kernels.gather(flat, positions).tolist() == as_bits([-1, 0x8000, 0x7FC1]).tolist()
     kernels.scatter(flat, positions, old)
     assert torch.equal(flat, torch.arange(100, dtype=torch.int16))
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_replacing_counts_what_was_not_there(monkeypatch: pytest.MonkeyPatch, threaded: bool):
+    if threaded:
+        monkeypatch.setattr(replacement, "_ALONE", 0)
+        monkeypatch.setattr(replacement, "_CHUNK", 100)
+    storages = [torch.randint(-32768, 32768, (size,), dtype=torch.int16) for size in (10, 7000, 5000)]
+    expected = [flat.clone() for flat in storages]
+    items = []
+    for flat, wanted, count in zip(storages, expected, (1, 6000, 3), strict=True):
+        positions = torch.randperm(flat.numel())[:count]
+        new = torch.randint(-32768, 32768, (count,), dtype=torch.int16)
+        wanted[positions] = new
+        items.append(kernels.Replacement(flat, positions, flat[positions].clone(), new))
+    foreign = items[1].positions[[0, 4000]]
+    storages[1][foreign] ^= 1
+    assert kernels.replace(items) == [(0, 0), (2, 0), (0, 0)]
+    assert all(map(torch.equal, storages, expected))
+    assert kernels.replace([]) == []
+
+
+def test_replacing_reads_back_what_it_wrote():
+    # two entries for one place: the first does not hold what was written to it
+    twice = torch.tensor([3, 3])
+    item = kernels.Replacement(torch.zeros(5, dtype=torch.int16), twice, as_bits([0, 0]), as_bits([1, 2]))
+    assert kernels.replace([item]) == [(0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from training import Training, pointed_to
 
 from delta_wire.acks import Ack
 from delta_wire.bucket import BucketReader
+from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest
 from delta_wire.manifest import AnchorPart, Manifest, ObjectRef, Pointer, manifest_key
 from delta_wire.replay import checkout
@@ -504,6 +505,70 @@ def test_verification_reads_all_live_weights(following: Server):
     status = following.step()
     assert status["state"] == "serving" and not following.engine.paused
     assert following.weights() == following.loaded()
+
+
+def foreign_reload(server: Server) -> None:
+    """Something else loads the base checkpoint over what is served, as vLLM's own reload does."""
+    for rank, worker in enumerate(server.engine.workers):
+        base = as_loaded(
+            {n: Checkpoint(server.training.base).bits(n) for n in server.training.table},
+            rank,
+            len(server.engine.workers),
+        )
+        worker.model.load_state_dict(base.state_dict())
+
+
+def test_a_suspicion_holds_generation_until_the_weights_are_proven(following: Server):
+    publish(following)
+    served = following.step()
+    weights = following.weights()
+    following.engine.between_steps(lambda: following.coordinator.suspect("a test"))
+    assert following.engine.paused
+    assert following.step() == served and not following.engine.paused
+
+    foreign_reload(following)
+    following.engine.between_steps(lambda: following.coordinator.suspect("a reload"))
+    degraded = following.step()
+    assert degraded["state"] == "degraded" and "a reload" in degraded["reason"] and following.engine.paused
+    healed = following.step()
+    assert (healed["state"], healed["version"], healed["digest"]) == ("serving", served["version"], served["digest"])
+    assert following.weights() == weights and not following.engine.paused
+    assert following.engine.label == served["version"]
+
+
+def test_a_suspicion_during_the_proof_is_not_overlooked(following: Server):
+    publish(following)
+    following.step()
+    following.engine.between_steps(lambda: following.coordinator.suspect("the first"))
+
+    def write_later(rank: int, call: Callable[[], Reply]) -> Reply:
+        reply = call()
+        if not reply.get("pending") and rank == 1 and following.engine.hooks.pop("delta_poll", None):
+            foreign_reload(following)
+            following.coordinator.suspect("the second")
+        return reply
+
+    following.engine.hooks["delta_poll"] = write_later
+    following.step()
+    assert following.engine.paused
+    assert "the second" in following.step()["reason"] and following.engine.paused
+    assert following.step()["state"] == "serving" and not following.engine.paused
+    assert following.weights() == following.loaded()
+
+
+@pytest.mark.parametrize("suspected", [False, True])
+def test_weights_written_by_something_else_are_noticed_by_the_next_version(following: Server, suspected: bool):
+    publish(following)
+    following.step()
+    foreign_reload(following)
+    manifest = publish(following)
+    if suspected:
+        following.engine.between_steps(lambda: following.coordinator.suspect("a reload"))
+    noticed = following.step()
+    assert noticed["state"] == "degraded" and following.engine.paused
+    healed = following.step()
+    assert healed["state"] == "serving" and healed["version"] == str(manifest.version) == following.engine.label
+    assert following.weights() == following.loaded() and not following.engine.paused
 
 
 def test_ranks_that_disagree_about_a_shared_block_are_found(following: Server):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank writes a plan, takes it back, and says what is there."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,10 @@ from training import Training
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest, digest_tensor
 from delta_wire.errors import DeltaError, LayoutError, ModelMismatchError
+from delta_wire.kernels import cpu
 from vllm_delta import patcher as module
 from vllm_delta.layout import Layout, RankTrace, total
+from vllm_delta.orders import order_of
 from vllm_delta.patcher import Patcher
 from vllm_delta.regions import trace
 from vllm_delta.staging import write_staged
@@ -109,31 +110,31 @@ def test_all_bit_patterns_survive(tmp_path: Path):
     assert live.digest() == Checkpoint(folder).digest()
 
 
-@pytest.mark.parametrize("broken", ["gather", "scatter"])
+@pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("calls", [0, 1, 5, 9])
 def test_undo_after_a_commit_that_broke_anywhere(
-    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, calls: int
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool, calls: int
 ):
     live = Ranks(training.base, 1)
     before = live.parameters()
     plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
-    real: Callable = getattr(module.kernels, broken)
+    assert len(plan.parts) > calls
+    real = cpu.replace
     left = [calls]
 
     def fail_later(*args):
         if left[0] == 0:
+            if written:
+                real(*args)
             raise RuntimeError("the device is gone")
         left[0] -= 1
         return real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.kernels, broken, fail_later)
-        try:
+        patch.setattr(cpu, "replace", fail_later)
+        with pytest.raises(RuntimeError, match="is gone"):
             live.patchers[0].commit(plan)
-        except RuntimeError:
-            pass
-        else:
-            assert calls >= len(plan.parts)
+    assert (live.parameters() == before) is (calls == 0 and not written)
     assert live.patchers[0].undo(plan)
     assert live.parameters() == before
 
@@ -142,7 +143,7 @@ def test_weights_that_changed_after_planning_stop_the_commit_and_stay(training: 
     live = Ranks(training.base, 1)
     plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
     part = plan.parts[len(plan.parts) // 2]
-    live.patchers[0]._flat(part)[part.positions[0]] ^= 1
+    part.bits.flat[part.bits.positions[0]] ^= 1
     before = live.parameters()
     with pytest.raises(LayoutError, match="changed between staging and commit"):
         live.patchers[0].commit(plan)
@@ -155,7 +156,7 @@ def test_a_write_that_does_not_arrive_stops_the_commit(
 ):
     live = Ranks(training.base, 1)
     plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
-    monkeypatch.setattr(module.kernels, "scatter", lambda flat, at, new: module.kernels.gather(flat, at))
+    monkeypatch.setattr(module.kernels, "replace", lambda items: [(0, 0)] * (len(items) - 1) + [(0, 1)])
     with pytest.raises(LayoutError, match="does not hold what was written"):
         live.patchers[0].commit(plan)
 
@@ -218,3 +219,37 @@ def test_a_refused_trace_makes_no_patcher(training: Training):
 
     with pytest.raises(LayoutError, match="10 tensors"):
         Patcher(trace(Wrong(), training.table), training.table)
+
+
+def test_a_storage_whose_slabs_have_been_permuted(training: Training, tmp_path: Path):
+    """Everything as on a model that keeps the loader's layout."""
+    plain, permuted = Ranks(training.base, 1), Ranks(training.base, 1)
+    shuffle = torch.randperm(4 * 8, generator=torch.Generator().manual_seed(0))
+    found = order_of(lambda slab: slab.reshape(-1)[shuffle].reshape(slab.shape), (1, 4, 8))
+
+    def repack(model: FakeModel) -> None:
+        for slab in model.qkv.data.view(torch.int16).reshape(-1, shuffle.numel()):
+            slab.copy_(slab[shuffle])
+
+    seen = trace(permuted.models[0], training.table)
+    pointer = permuted.models[0].qkv.data_ptr()
+    (at,) = (number for number, flat in enumerate(seen.storages) if flat.data_ptr() == pointer)
+    seen.orders = {at: found}
+    patcher = Patcher(seen, training.table)
+    repack(permuted.models[0])
+    assert patcher.sample(training.base) == {}
+    assert patcher.digest() == plain.patchers[0].digest()
+
+    path = write_delta(training, tmp_path / "delta.safetensors")
+    for one in (patcher, plain.patchers[0]):
+        one.commit(one.plan_delta(path))
+    assert patcher.digest() == plain.patchers[0].digest()
+    repack(plain.models[0])
+    assert permuted.parameters() == plain.parameters()
+    patcher.commit(patcher.plan_checkpoint(training.base))
+    assert patcher.sample(training.base) == {}
+
+
+def test_a_transform_that_loses_elements_is_no_order():
+    with pytest.raises(LayoutError, match="more than to permute"):
+        order_of(lambda slab: slab.clamp(max=3), (2, 3))

@@ -24,9 +24,10 @@ def test_everything_set(tmp_path: Path):
             "DELTA_SYNC_ACK": "0",
             "DELTA_SYNC_STAGE_DIR": str(tmp_path),
             "DELTA_SYNC_SERVER_ID": "rollout-7",
+            "DELTA_SYNC_MIN_VERSION_WAIT_S": "0.5",
         }
     )
-    assert settings == Settings("file:///bucket", 2.0, "reset", False, tmp_path, "rollout-7")
+    assert settings == Settings("file:///bucket", 2.0, "reset", False, tmp_path, "rollout-7", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def test_everything_set(tmp_path: Path):
         ("DELTA_SYNC_POLL_S", "soon", "between 0.01 and 3600"),
         ("DELTA_SYNC_POLL_S", "nan", "between 0.01 and 3600"),
         ("DELTA_SYNC_POLL_S", "0", "between 0.01 and 3600"),
+        ("DELTA_SYNC_MIN_VERSION_WAIT_S", "-1", "between 0.01 and 3600"),
         ("DELTA_SYNC_CACHE_POLICY", "drop", "forget, reset, keep"),
         ("DELTA_SYNC_ACK", "yes", "1, 0"),
         ("DELTA_SYNC_STAGE_DIR", "/no/such/folder", "create it"),

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions in HTTP: which one answered, and a request that must not be answered by an older one.
+
+Runs in each API server process, whatever their number: what is served is asked of the engine core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
+from typing import Any
+
+from delta_wire.errors import FormatError
+from delta_wire.manifest import VersionId
+
+MIN_VERSION = b"x-min-weight-version"
+VERSION = b"x-weight-version"
+VERSIONS = b"x-weight-versions"
+# one look at the engine serves all requests that wait
+_LOOK_S = 0.05
+
+# versions of the answers that the current HTTP request has got from the engine, in order
+_answered: ContextVar[list[str] | None] = ContextVar("delta_answered", default=None)
+
+
+def note_versions(generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    """Wrap `AsyncLLM.generate`: the HTTP request that asks for an answer learns which versions it is of."""
+
+    @functools.wraps(generate)
+    async def noting(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        # an inner generator that is not closed would go on for a client that has left
+        async with contextlib.aclosing(generate(*args, **kwargs)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                noted = _answered.get()
+                if noted is not None and output.finished:
+                    noted += [span.version for one in output.outputs for span in one.weight_versions or ()]
+                yield output
+
+    return noting
+
+
+class Served:
+    """What the engine serves, as of at most 50 ms ago."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._status: dict[str, Any] = {}
+        self._looked_s = -1.0
+
+    async def look(self, client: Any) -> dict[str, Any]:
+        async with self._lock:
+            if time.monotonic() - self._looked_s > _LOOK_S:
+                self._status = await client.engine_core.call_utility_async("delta_status")
+                self._looked_s = time.monotonic()
+            return self._status
+
+
+def parse_minimum(text: str) -> tuple[tuple[str, int] | None, int]:
+    """A sequence number, or a whole version: `(run and epoch or None, sequence number)`; [`ValueError`] otherwise."""
+    if text.isascii() and text.isdigit() and len(text) < 19:
+        return None, int(text)
+    try:
+        version = VersionId.parse(text)
+    except (FormatError, ValueError) as error:
+        raise ValueError(
+            f"{MIN_VERSION.decode()}: {text!r:.100} is neither a sequence number nor a version such as "
+            "'run-epoch-sequence number'"
+        ) from error
+    return (version.run, version.epoch), version.seq
+
+
+def reaches(served: str | None, minimum: tuple[tuple[str, int] | None, int]) -> bool:
+    """Whether a served version is new enough. A version of another run never is."""
+    if served is None:
+        return False
+    version = VersionId.parse(served)
+    run, seq = minimum
+    return version.seq >= seq and (run is None or version.run == run[0])
+
+
+class VersionMiddleware:
+    """Adds `x-weight-version` to answers, and holds requests with `x-min-weight-version` until it is served.
+
+    Args:
+        app: the application inside.
+        wait_s (`float`): how long a request may wait.
+    """
+
+    def __init__(self, app: Any, wait_s: float):
+        self._app = app
+        self._wait_s = wait_s
+        self._served = Served()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+        if scope["type"] != "http" or scope["method"] != "POST" or client is None or "/delta/" in scope["path"]:
+            await self._app(scope, receive, send)
+            return
+        for name, value in scope["headers"]:
+            if name.lower() == MIN_VERSION and not await self._admit(value.decode("latin-1").strip(), client, send):
+                return
+        noted: list[str] = []
+        token = _answered.set(noted)
+
+        async def send_with_version(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *await _headers(noted, client)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_version)
+        finally:
+            _answered.reset(token)
+
+    async def _admit(self, text: str, client: Any, send: Any) -> bool:
+        try:
+            minimum = parse_minimum(text)
+        except ValueError as error:
+            await _refuse(send, 400, str(error), text, None)
+            return False
+        deadline_s = time.monotonic() + self._wait_s
+        while True:
+            served = (await self._served.look(client))["version"]
+            if reaches(served, minimum):
+                return True
+            if time.monotonic() >= deadline_s:
+                break
+            await asyncio.sleep(_LOOK_S)
+        await _refuse(
+            send,
+            409,
+            f"this server serves version {served}, the request demands at least {text}; it waited {self._wait_s:g} s. "
+            "Try again later, or another server.",
+            text,
+            served,
+        )
+        return False
+
+
+async def _headers(noted: list[str], client: Any) -> list[tuple[bytes, bytes]]:
+    if not noted:
+        # the answer starts before its first token, so it will be of this version or a later one
+        return [(VERSION, (await client.engine_core.get_weight_version_async()).encode())]
+    several = list(dict.fromkeys(noted))
+    headers = [(VERSION, noted[-1].encode())]
+    return headers if len(several) == 1 else [*headers, (VERSIONS, ", ".join(several).encode())]
+
+
+async def _refuse(send: Any, status: int, message: str, required: str, served: str | None) -> None:
+    kind = "WeightVersionError" if status == 409 else "BadRequestError"
+    body = {"error": {"message": message, "type": kind, "code": status}, "required": required, "served": served}
+    raw = json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
+    if status == 409:
+        headers.append((b"retry-after", b"1"))
+    if served is not None:
+        headers.append((VERSION, served.encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": raw})
