@@ -49,6 +49,11 @@ class Mirror:
             # not made yet, or ahead: a version that was read was not committed
             self._state = State(reader, self._base.manifest, folder, self._base.folder)
             steps = reader.chain(self._state.digest, chain[-1])
+        if steps is None and chain[0].parent is not None:
+            # the run was changed for another one, which has an anchor of its own
+            parent = reader.manifest(chain[0].parent.seq, chain[0].parent.manifest_sha256)
+            self._state = State(reader, reader.restart_point(parent), folder)
+            steps = reader.chain(self._state.digest, chain[-1])
         if steps is None or self._state is None:
             raise SetupError(
                 f"{reader.store.url}: version {chain[-1].version} is coded against the weights before it, and no "

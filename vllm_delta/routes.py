@@ -45,7 +45,10 @@ async def status(request: Request) -> dict[str, Any]:
 async def verify(request: Request) -> dict[str, Any]:
     """Recompute the digest of all live weights on all ranks."""
     _require_key(request)
-    return await _ask(request, "delta_verify")
+    answer = await _ask(request, "delta_verify")
+    if "error" in answer:
+        raise HTTPException(503, f"the live weights cannot be verified: {answer['error']}")
+    return answer
 
 
 def attach(app: FastAPI, settings: Settings) -> None:

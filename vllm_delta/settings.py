@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from delta_wire.errors import SetupError
+from delta_wire.stores import open_store
 
 CachePolicy = Literal["forget", "reset", "keep"]
 BUCKET = "DELTA_SYNC_BUCKET"
@@ -66,8 +67,12 @@ class Settings:
                 "'-', starting with a letter or digit"
             )
         stage_dir = Path(env.get("DELTA_SYNC_STAGE_DIR", "").strip() or tempfile.gettempdir())
-        if not stage_dir.is_dir():
-            raise SetupError(f"DELTA_SYNC_STAGE_DIR={stage_dir} is no folder: create it or name another one")
+        if not stage_dir.is_dir() or not _can_write(stage_dir):
+            raise SetupError(
+                f"DELTA_SYNC_STAGE_DIR={stage_dir} is no folder that can be written to: create it or name another one"
+            )
+        # an address that no store understands is refused now; whether the bucket exists is seen later
+        open_store(bucket).close()
         return cls(
             bucket=bucket,
             poll_s=_seconds(env, "DELTA_SYNC_POLL_S", 0.5),
@@ -79,6 +84,15 @@ class Settings:
             server_id=server_id,
             min_version_wait_s=_seconds(env, "DELTA_SYNC_MIN_VERSION_WAIT_S", 10.0),
         )
+
+
+def _can_write(folder: Path) -> bool:
+    # asking for permissions is not enough: some file systems grant them and refuse the file
+    try:
+        with tempfile.TemporaryDirectory(prefix="delta-stage-", dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _default_server_id() -> str:

@@ -16,6 +16,10 @@ from vllm_delta.live import Live
 Answer = dict[str, Any]
 
 
+def _failure(error: Exception) -> Answer:
+    return {"error": str(error) or repr(error)}
+
+
 class Verifications:
     """Open requests; one pass over the weights answers all of them."""
 
@@ -29,9 +33,9 @@ class Verifications:
         return answer
 
     def fail(self, error: Exception) -> None:
-        """Answer all open requests with an error."""
+        """Answer all open requests with `{"error"}`: an exception would leave a traceback in the engine's log."""
         for answer in self._take():
-            answer.set_exception(error)
+            answer.set_result(_failure(error))
 
     def answer(self, live: Live, expected: Digest, version: VersionId | None) -> str | None:
         """Answer all open requests. Returns what is wrong with the live weights, if anything is and somebody asked."""
@@ -48,7 +52,7 @@ class Verifications:
             problem = f"a verification found that {error}"
         except Exception as error:
             for answer in waiting:
-                answer.set_exception(error)
+                answer.set_result(_failure(error))
             raise
         result = {
             "digest": str(total(sums)) if sums else None,

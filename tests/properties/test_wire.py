@@ -280,7 +280,7 @@ def test_edited_manifests_raise_nothing_but_our_errors(data):
     value = {
         "format": 1,
         "version": {"run": "r", "epoch": 1, "seq": 1},
-        "digest": "0" * 32,
+        "digest": "1" * 32,
         "table": {"key": f"tables/{'0' * 64}.json", "size_bytes": 1, "sha256": "0" * 64},
         "num_params": 5,
         "changed_params": 1,

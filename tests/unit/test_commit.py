@@ -221,7 +221,7 @@ def test_a_layout_that_cannot_be_patched_is_refused_for_good(tmp_path: Path):
     assert server.step()["commits"] == 0 and server.weights() == before
     answer = server.coordinator.verify()
     server.step()
-    assert "(into down)" in str(answer.exception(0))
+    assert "(into down)" in answer.result(0)["error"]
 
 
 def test_samples_refuse_what_the_trace_cannot_see(tmp_path: Path):

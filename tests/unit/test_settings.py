@@ -42,6 +42,7 @@ def test_everything_set(tmp_path: Path):
         ("DELTA_SYNC_CACHE_POLICY", "drop", "forget, reset, keep"),
         ("DELTA_SYNC_ACK", "yes", "1, 0"),
         ("DELTA_SYNC_STAGE_DIR", "/no/such/folder", "create it"),
+        ("DELTA_SYNC_STAGE_DIR", "/proc", "create it"),
         ("DELTA_SYNC_SERVER_ID", "../other", "letters, digits"),
         ("DELTA_SYNC_SERVER_ID", "x" * 200, "letters, digits"),
     ],
@@ -50,3 +51,9 @@ def test_what_cannot_work_is_named_with_a_remedy(name: str, value: str, remedy: 
     with pytest.raises(SetupError) as error:
         Settings.from_env({"DELTA_SYNC_BUCKET": "/bucket", name: value})
     assert name in str(error.value) and remedy in str(error.value)
+
+
+@pytest.mark.parametrize("bucket", ["s3://bucket/run", "hf://buckets/me/run", "ftp://host/run"])
+def test_an_address_without_a_store_ends_the_start(bucket: str):
+    with pytest.raises(SetupError, match=bucket):
+        Settings.from_env({"DELTA_SYNC_BUCKET": bucket})

@@ -114,3 +114,30 @@ def test_a_file_staged_for_another_model_is_refused(subscriber: Subscriber, trai
     other = TensorTable(list(training.table.values())[1:])
     with pytest.raises(FormatError, match="another model"):
         read_staged(staged.path, other)
+
+
+def test_a_run_changed_for_another_is_read_from_its_own_anchor(
+    subscriber: Subscriber, training: Training, tmp_path: Path
+):
+    """The mirror of the weights begins anew where no chain leads on from the one it had."""
+    writer = training.start()
+    position = located(subscriber, training)
+    training.publish(writer, "context")
+    subscriber.stage(position, newest(subscriber))
+    other = Training(write_checkpoint(tmp_path / "other", seed=5), tmp_path / "elsewhere", changed_frac=0.2)
+    shutil.rmtree(training.bucket)
+    writer = other.start()
+    anchor = other.digest
+    shutil.move(other.bucket, training.bucket)
+    other.bucket = training.bucket
+    subscriber.reset()
+    first = newest(subscriber)
+    staged = subscriber.stage(position, first)
+    assert staged.kind == "plan_checkpoint"
+    before = {name: bits.copy() for name, bits in other.bits.items()}
+    manifest = other.publish(other.start(), "context")
+    staged = subscriber.stage(Position(first.version, anchor), newest(subscriber))
+    assert staged.manifest == manifest
+    for name, part in read_staged(staged.path, other.table).items():
+        before[name][part.indices] = part.new
+    assert all(np.array_equal(before[name], other.bits[name]) for name in before)
