@@ -131,12 +131,20 @@ def _set_ones(words, at, size):
 @jit
 def _flip(positions, end, words, at):
     """Flip the bits `at + position` of all positions below `end`."""
+    place = at >> 6
+    word = np.uint64(0)
     for i in range(positions.size):
         position = np.int64(positions[i])
         if position >= end:
             break
         bit = at + position
-        words[bit >> 6] ^= np.uint64(1) << np.uint64(bit & 63)
+        if bit >> 6 != place:
+            words[place] ^= word
+            place = bit >> 6
+            word = np.uint64(0)
+        word |= np.uint64(1) << np.uint64(bit & 63)
+    if word:
+        words[place] ^= word
 
 
 @jit

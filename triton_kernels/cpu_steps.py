@@ -40,6 +40,8 @@ def encode_steps(old, new, group, like):
     top_bits = np.int64(0)
     found = np.int64(0)
     start = np.int64(0)
+    # one word of signs stays in a register: going through memory for every bit would be a chain of stores and loads
+    word = np.uint64(0)
     for g in range(group.size):
         begin = found
         own_old = old[start : start + group[g]]
@@ -48,7 +50,11 @@ def encode_steps(old, new, group, like):
             step = np.uint16(line(own_new[i]) - line(own_old[i]))
             negative = np.uint16(step > np.uint16(0x8000))
             magnitude = np.uint16((step ^ np.uint16(-negative)) + negative)
-            signs[(start + i) >> 6] |= np.uint64(negative) << np.uint64((start + i) & 63)
+            bit = (start + i) & 63
+            word |= np.uint64(negative) << np.uint64(bit)
+            if bit == 63:
+                signs[(start + i) >> 6] = word
+                word = np.uint64(0)
             top_bits += np.int64(63) - np.int64(leading_zeros(np.uint64(magnitude)))
             # no branches on the data: every element is written, and overwritten unless it counts
             first[found] = i
@@ -56,6 +62,7 @@ def encode_steps(old, new, group, like):
             found += np.int64(magnitude > 1)
         counts[g, 0] = found - begin
         start += group[g]
+    signs[size >> 6] = word
     levels = np.empty(top_bits + 1, dtype=like.dtype)
     raw = np.zeros((size + top_bits + 63) // 64, dtype=np.uint64)
     raw[: (size + 63) // 64] = signs[: (size + 63) // 64]
@@ -108,9 +115,11 @@ def decode_steps(levels, group, counts, raw, step):
     if raw_bits > end:
         return np.int64(-1)
     # nearly all magnitudes are 1, whose level has no raw bits: only those above it are visited again
-    for i in range(step.size):
-        negative = np.uint16((raw[i >> 6] >> np.uint64(i & 63)) & np.uint64(1))
-        step[i] = (np.uint16(1) ^ np.uint16(-negative)) + negative
+    for place in range((step.size + 63) // 64):
+        word = raw[place]
+        own = step[place * 64 : place * 64 + 64]
+        for i in range(own.size):
+            own[i] = np.uint16(1) - np.uint16(2) * np.uint16((word >> np.uint64(i)) & np.uint64(1))
     at = np.int64(0)
     start = np.int64(0)
     for g in range(group.size):
@@ -124,11 +133,14 @@ def decode_steps(levels, group, counts, raw, step):
             if raw_bits + level * (member.size - kept) > end:
                 return np.int64(-1)
             # no branches on the data: survivors are written too, and again at their own level
+            survives = np.zeros(member.size, dtype=np.uint8)
+            for i in range(kept):
+                survives[levels[at + i]] = 1
             survivors = np.empty(kept + 1, dtype=np.int64)
             found = np.int64(0)
             top = np.uint64(1) << np.uint64(level)
             for i in range(member.size):
-                higher = np.int64(found < kept) & np.int64(levels[at + min(found, kept - 1)] == i)
+                higher = np.int64(survives[i])
                 element = member[i]
                 survivors[found] = element
                 found += higher
