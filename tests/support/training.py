@@ -113,7 +113,7 @@ class Forgery:
         key = self.pointer()["manifest"]["key"]
         manifest = json.loads((self._bad / key).read_bytes())
         manifest["delta"]["objects"][0] |= {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-        manifest["changed_params"] = 0
+        manifest["changed_params"] = 1
         written = json.dumps(manifest).encode()
         (self._bad / key).write_bytes(written)
         pointer = self.pointer()
