@@ -58,7 +58,7 @@ def test_policies(followed: tuple[Server, Training, BucketWriter], stale: bool):
     server, training, writer = followed
     base, fresh = cached_and_fresh(server)
     assert base == fresh
-    running = Background(server, [LONG, "The answer is"], 600)
+    running = Background(server, [LONG, "The answer is"], 1500)
     training.publish(writer)
     server.wait(lambda s: s["seq"] == 1, "version 1")
     assert running.num_running == 2, "the requests were over before the update"
@@ -68,7 +68,7 @@ def test_policies(followed: tuple[Server, Training, BucketWriter], stale: bool):
     if stale:
         # what is documented: old keys and values of the prompt, new weights from there on
         assert logprobs(server, "The answer is") == logprobs(server, "The answer is", cache_salt="fresh")
-    assert all(len(choice["logprobs"]["tokens"]) == 600 for choice in running.finish())
+    assert all(len(choice["logprobs"]["tokens"]) == 1500 for choice in running.finish())
     assert server.verify()["equal"]
 
 
