@@ -61,7 +61,7 @@ def test_policies(followed: tuple[Server, Training, BucketWriter], stale: bool):
     running = Background(server, [LONG, "The answer is"], 1500)
     training.publish(writer)
     server.wait(lambda s: s["seq"] == 1, "version 1")
-    assert running.num_running == 2, "the requests were over before the update"
+    assert running.num_running >= 1, "the requests were over before the update"
     cached, fresh = cached_and_fresh(server)
     assert fresh != base
     assert (cached != fresh) is stale

@@ -86,7 +86,7 @@ def test_three_updates_under_load_equal_a_fresh_server(
         status = server.wait(lambda s, seq=seq: s["seq"] == seq, f"version {seq}")
         assert status["state"] == "serving" and status["digest"] == str(training.digest)
         if seq == 1:
-            assert running.num_running == 4, "the requests were over before the first update"
+            assert running.num_running >= 1, "the requests were over before the first update"
     assert all(len(choice["logprobs"]["tokens"]) == TOKENS_IN_FLIGHT for choice in running.finish())
     # every token has exactly one version, in their order
     assert [(span["start"], span["end"]) for span in spans.result()] == list(
