@@ -202,7 +202,7 @@ def main() -> None:
         parser.error("give --trace FILE, --sweep or --tensors N")
     result: dict[str, Any] = {"traces": [measure(load(path), options.repeats) for path in options.trace]}
     if options.sweep:
-        result["sweep"] = sweep(3)
+        result["sweep"] = sweep(9)
     if options.tensors:
         result["many_tensors"] = many_tensors(options.tensors, 1)
     if options.json:

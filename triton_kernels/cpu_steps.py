@@ -190,6 +190,24 @@ def merge_relative(first, new_1, relative_1, second, new_2, relative_2, indices,
 
 
 @jit
+def level_segments(group, counts):
+    """Universe and count (int64 each) of the segment of each level, the empty ones left out."""
+    universes = np.empty(counts.size, dtype=np.int64)
+    sizes = np.empty(counts.size, dtype=np.int64)
+    at = 0
+    for g in range(group.size):
+        universe = group[g]
+        for level in range(16):
+            if counts[g, level] == 0:
+                break
+            universes[at] = universe
+            sizes[at] = counts[g, level]
+            universe = counts[g, level]
+            at += 1
+    return universes[:at], sizes[:at]
+
+
+@jit
 def step_bits(group, counts):
     """Upper bound of the bits that the steps of each group take (`[G]`, int64)."""
     bits = np.empty(group.size, dtype=np.int64)

@@ -51,7 +51,7 @@ class Streams:
         if sum(sizes) + 5 != words.size:
             raise FormatError(f"{source}: the streams are {sizes} words, the blob holds {words.size - 5}")
         bounds = np.cumsum([5, *sizes])
-        parts = [words[a:b].astype(np.uint64, copy=False) for a, b in pairwise(bounds)]
+        parts = [words[a:b] for a, b in pairwise(bounds)]
         return cls(*parts)
 
 
@@ -165,9 +165,9 @@ def encode_steps(
 
 def level_segments(group: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Universe and count of each level's segment, the empty ones left out."""
-    universes = np.concatenate([group[:, None], counts[:, :-1]], axis=1)
-    present = counts > 0
-    return universes[present], counts[present]
+    from delta_wire.kernels import cpu_steps
+
+    return cpu_steps.level_segments(group, counts)
 
 
 def steps_pay(group: np.ndarray, counts: np.ndarray) -> np.ndarray:
