@@ -16,6 +16,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,13 @@ class Server:
                 raise AssertionError(f"waited {timeout_s} s for {what}, the status is {status}\n{self.log_tail()}")
             time.sleep(0.05)
 
+    def wait_for_log(self, text: str, timeout_s: float = 30.0) -> None:
+        """Wait until something is in the log; a line may be written a moment after what it reports."""
+        deadline_s = time.monotonic() + timeout_s
+        while text not in self.log_text():
+            assert time.monotonic() < deadline_s, f"waited {timeout_s} s for {text!r} in the log\n{self.log_text()}"
+            time.sleep(0.05)
+
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
@@ -80,35 +89,46 @@ class Server:
         return "\n".join(self.log_text().splitlines()[-60:])
 
 
-class Background:
-    """Greedy requests that run in threads while something else happens; `finish` returns their choices."""
+class Streams:
+    """Greedy requests that are renewed until `finish`: one per prompt is in flight, however fast the server is.
 
-    def __init__(self, server: Server, prompts: list[str], max_tokens: int):
-        self._results: list[dict[str, Any] | BaseException | None] = [None] * len(prompts)
-        self._threads = [
-            threading.Thread(target=self._one, args=(server, at, prompt, max_tokens), daemon=True)
-            for at, prompt in enumerate(prompts)
+    Args:
+        server (`Server`): started with `--enable-scale-out`; other answers do not tell which version made which token.
+        prompts (`list` of `list` of `int`): token ids, one stream each.
+        num_tokens (`int`): length of every answer.
+    """
+
+    def __init__(self, server: Server, prompts: list[list[int]], num_tokens: int):
+        self._stop = threading.Event()
+        self._answers: list[list[dict[str, Any]]] = [[] for _ in prompts]
+        self._pool = ThreadPoolExecutor(len(prompts))
+        self._num_tokens = num_tokens
+        self._streams = [
+            self._pool.submit(self._stream, server, prompt, answers)
+            for prompt, answers in zip(prompts, self._answers, strict=True)
         ]
-        for thread in self._threads:
-            thread.start()
 
-    def _one(self, server: Server, at: int, prompt: str, max_tokens: int) -> None:
-        try:
-            self._results[at] = server.complete(prompt, max_tokens=max_tokens)
-        except BaseException as error:
-            self._results[at] = error
+    def _stream(self, server: Server, prompt: list[int], answers: list[dict[str, Any]]) -> None:
+        options = {"max_tokens": self._num_tokens, "temperature": 0, "ignore_eos": True}
+        body = {"model": server.model, "token_ids": prompt, "sampling_params": options}
+        while not self._stop.is_set():
+            answers.append(server.request("/inference/v1/generate", body)["choices"][0])
 
-    @property
-    def num_running(self) -> int:
-        return sum(thread.is_alive() for thread in self._threads)
+    def finish(self) -> list[list[list[dict[str, Any]]]]:
+        """Let the last requests end; checks every answer and returns the versions of its tokens, by stream.
 
-    def finish(self, timeout_s: float = 180.0) -> list[dict[str, Any]]:
-        for thread in self._threads:
-            thread.join(timeout_s)
-        for result in self._results:
-            if isinstance(result, BaseException):
-                raise result
-        return [result for result in self._results if isinstance(result, dict)]
+        Every token of an answer has exactly one version: spans of `start`, `end` and `version` without a gap.
+        """
+        self._stop.set()
+        with self._pool:
+            for stream in self._streams:
+                stream.result()
+        for answer in chain.from_iterable(self._answers):
+            assert len(answer["token_ids"]) == self._num_tokens
+            spans = answer["weight_versions"]
+            ends = [span["end"] for span in spans]
+            assert [span["start"] for span in spans] == [0, *ends[:-1]] and ends[-1] == self._num_tokens
+        return [[answer["weight_versions"] for answer in answers] for answers in self._answers]
 
 
 @contextlib.contextmanager
