@@ -189,21 +189,22 @@ def test_a_callback_serves_one_run(tiny_model, tmp_path):
 class Remove(TrainerCallback):
     """Removes a bucket at the end of step 2."""
 
-    def __init__(self, bucket: Path):
+    def __init__(self, bucket: Path, callback: DeltaSyncCallback):
         self.bucket = bucket
+        self.session = callback.session
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2:
             # what is on its way is let through, so that the test knows what is lost
-            time.sleep(0.5)
+            assert self.session.publisher.wait(60)
             self.bucket.rename(self.bucket.with_name("removed"))
             shutil.rmtree(self.bucket.with_name("removed"))
 
 
 def test_training_survives_the_loss_of_its_bucket_and_says_so_once(tiny_model, tmp_path, caplog):
     bucket = tmp_path / "bucket"
-    callback = DeltaSyncCallback(str(bucket), DeltaSyncConfig(delta_sync_close_timeout_s=0.3))
-    trainer = make_trainer(load(tiny_model("qwen3")), tmp_path, callback, Remove(bucket))
+    callback = DeltaSyncCallback(str(bucket), DeltaSyncConfig(delta_sync_close_timeout_s=2))
+    trainer = make_trainer(load(tiny_model("qwen3")), tmp_path, callback, Remove(bucket, callback))
     with caplog.at_level(logging.WARNING, logger="trl_delta"):
         trainer.train()
     assert trainer.state.global_step == STEPS
@@ -222,20 +223,23 @@ def steal(bucket: Path) -> None:
 
 
 class Steal(TrainerCallback):
-    def __init__(self, bucket: Path):
+    """Steals the next version after step 1 and lets the trainer find out before it goes on."""
+
+    def __init__(self, bucket: Path, callback: DeltaSyncCallback):
         self.bucket = bucket
+        self.session = callback.session
 
     def on_step_begin(self, args, state, control, **kwargs):
+        durable = state.global_step == 0 or self.session.publisher.wait(60)
+        assert durable == (state.global_step <= 1)
         if state.global_step == 1:
-            time.sleep(0.5)
             steal(self.bucket)
-        elif state.global_step > 1:
-            time.sleep(0.2)
 
 
 def test_a_second_writer_stops_publishing_with_one_warning(tiny_model, tmp_path, caplog):
     bucket = tmp_path / "bucket"
-    trainer = make_trainer(load(tiny_model("qwen3")), tmp_path, DeltaSyncCallback(str(bucket)), Steal(bucket))
+    callback = DeltaSyncCallback(str(bucket))
+    trainer = make_trainer(load(tiny_model("qwen3")), tmp_path, callback, Steal(bucket, callback))
     with caplog.at_level(logging.WARNING, logger="trl_delta"):
         trainer.train()
     assert trainer.state.global_step == STEPS
@@ -247,7 +251,7 @@ def test_a_second_writer_stops_publishing_with_one_warning(tiny_model, tmp_path,
 def test_a_second_writer_stops_training_where_that_is_asked_for(tiny_model, tmp_path):
     bucket = tmp_path / "bucket"
     callback = DeltaSyncCallback(str(bucket), DeltaSyncConfig(delta_sync_on_failure="stop"))
-    trainer = make_trainer(load(tiny_model("qwen3")), tmp_path, callback, Steal(bucket))
+    trainer = make_trainer(load(tiny_model("qwen3")), tmp_path, callback, Steal(bucket, callback))
     with pytest.raises(WriterConflictError):
         trainer.train()
     callback.session.close()

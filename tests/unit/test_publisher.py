@@ -41,6 +41,14 @@ class Trainer:
         self.publisher.submit(delta, digest=self.digest, step=step)
         return delta
 
+    def await_tries(self, count: int) -> None:
+        """Wait until the publisher has tried to write so many times more."""
+        reached = self.store.num_tries + count
+        deadline_s = time.monotonic() + 60
+        while self.store.num_tries < reached:
+            assert time.monotonic() < deadline_s, "the publisher has given up"
+            time.sleep(0.001)
+
     def replayed(self, tmp_path) -> np.ndarray:
         """The newest version of the bucket, from the deltas alone."""
         reader = BucketReader(self.store)
@@ -107,8 +115,8 @@ def test_an_outage_is_told_once_loses_nothing_and_its_end_is_told_once(trainer, 
     trainer.change(1, 3)
     for step in range(2, 6):
         trainer.change(step, step)
-        time.sleep(0.03)
-    assert not trainer.publisher.wait(0.05)
+        trainer.await_tries(2)
+    assert not trainer.publisher.wait(0)
     said = warnings_of(caplog)
     assert len(said) == 1
     assert trainer.store.url in said[0]
