@@ -12,7 +12,10 @@
     │   ├── BucketNotFoundError             no bucket at that address
     │   ├── ObjectNotFoundError             no object of that key
     │   ├── ObjectExistsError               create-only write on a key that exists
-    │   └── StoreUnavailableError           transient: unreachable, refused, full
+    │   ├── StorePermissionError            access is refused; lasts until somebody grants it
+    │   ├── StoreRefusedError               permanent: the same call will be refused again
+    │   └── StoreUnavailableError           transient: unreachable, overloaded, full
+    │       └── RateLimitedError            asked too often; says for how long to wait
     ├── WriterConflictError (RuntimeError)  another trainer writes to the same bucket
     ├── LayoutError (RuntimeError)          a live tensor is not laid out as its loader says
     └── SetupError (RuntimeError)           configuration or environment that cannot work
@@ -66,8 +69,29 @@ class ObjectExistsError(StoreError):
     """A create-only write met an existing object."""
 
 
+class StorePermissionError(StoreError):
+    """The bucket refuses access to these credentials, or there are none."""
+
+
+class StoreRefusedError(StoreError):
+    """The bucket refuses this call whenever it is made."""
+
+
 class StoreUnavailableError(StoreError):
-    """The bucket cannot be reached, refuses access or is full; trying again later may help."""
+    """The bucket cannot be reached, is overloaded or full; trying again later may help."""
+
+
+class RateLimitedError(StoreUnavailableError):
+    """The bucket was asked too often.
+
+    Args:
+        message (`str`): what happened and what to do.
+        retry_after_s (`float`, *optional*, defaults to 5): seconds after which the server answers again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 5.0):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class WriterConflictError(DeltaError, RuntimeError):
