@@ -190,6 +190,27 @@ def merge_relative(first, new_1, relative_1, second, new_2, relative_2, indices,
 
 
 @jit
+def level_counts(old, new, group):
+    """The `counts` of [`encode_steps`] alone."""
+    counts = np.zeros((group.size, 16), dtype=np.int64)
+    start = np.int64(0)
+    for g in range(group.size):
+        own_old = old[start : start + group[g]]
+        own_new = new[start : start + group[g]]
+        for i in range(group[g]):
+            step = np.uint16(line(own_new[i]) - line(own_old[i]))
+            negative = np.uint16(step > np.uint16(0x8000))
+            magnitude = np.uint16((step ^ np.uint16(-negative)) + negative)
+            counts[g, 63 - leading_zeros(np.uint64(magnitude))] += 1
+        start += group[g]
+        # so far, how many top bits are at each level; now, how many are above it
+        above = np.int64(0)
+        for level in range(15, -1, -1):
+            above, counts[g, level] = above + counts[g, level], above
+    return counts
+
+
+@jit
 def level_segments(group, counts):
     """Universe and count (int64 each) of the segment of each level, the empty ones left out."""
     universes = np.empty(counts.size, dtype=np.int64)

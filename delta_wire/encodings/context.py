@@ -71,7 +71,7 @@ def pack(delta: Delta, table: TensorTable, old_bits: OldBits) -> np.ndarray:
     """Code sparse parts with the old weights as side information; see [`delta_wire.encodings.packed.pack`]."""
     found = ordered_parts(delta, table)
     parts, sizes = found.parts, found.sizes
-    by_step = s.steps_pay(sizes, s.encode_steps(found.old, found.new, sizes)[0])
+    by_step = s.steps_pay(sizes, s.level_counts(found.old, found.new, sizes))
     ranked = [_Ranked(part, old_bits(part.name)) for part in parts]
     by_rank = np.array([_pays(*pair) for pair in zip(parts, ranked, strict=True)], dtype=bool) & by_step
     chosen = [entry for entry, rank in zip(ranked, by_rank, strict=True) if rank]

@@ -170,6 +170,13 @@ def level_segments(group: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, n
     return cpu_steps.level_segments(group, counts)
 
 
+def level_counts(old: np.ndarray, new: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """The counts of [`encode_steps`] alone, for a decision."""
+    from delta_wire.kernels import cpu_steps
+
+    return cpu_steps.level_counts(old, new, group)
+
+
 def steps_pay(group: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """For each group, whether its steps take fewer bits than its 16-bit values would (`[G]`, bool)."""
     from delta_wire.kernels import cpu_steps

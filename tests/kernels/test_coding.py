@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from delta_wire import kernels
-from delta_wire.kernels import cpu_rice
+from delta_wire.kernels import cpu_rice, cpu_steps
 
 GUARD = 0x5A5A5A5A
 
@@ -32,3 +32,14 @@ def test_torn_streams_write_nothing_outside(universe: int, count: int, dtype: ty
             assert (np.diff(found) > 0).all() and found[0] >= 0 and found[-1] < universe
             fitting += 1
     assert 0 < fitting < 200
+
+
+@pytest.mark.parametrize("group", [[0], [1], [63, 0, 65], [4000, 1, 999]])
+@pytest.mark.parametrize("largest", [2, 1 << 7, 1 << 16])
+def test_counts_alone_equal_those_of_the_code(group: list[int], largest: int):
+    rng = np.random.default_rng(1)
+    old = rng.integers(1 << 16, size=sum(group)).astype(np.uint16)
+    new = old ^ rng.integers(1, largest, size=old.size).astype(np.uint16)
+    sizes = np.array(group, dtype=np.int64)
+    expected = cpu_steps.encode_steps(old, new, sizes, np.empty(0, dtype=np.int64))[0]
+    assert np.array_equal(cpu_steps.level_counts(old, new, sizes), expected)
