@@ -53,6 +53,11 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda" and _has_triton()
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in the memory of this process."""
+    return tensor.device.type == "cpu"
+
+
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the tensor's GPU the current one, which is where Triton launches."""
     import torch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from delta_wire.kernels import dispatch
-from delta_wire.kernels.devices import require, to_host
+from delta_wire.kernels.devices import is_on_host, require, to_host
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class Replacement:
         )
         self.flat, self.positions, self.old, self.new = flat, positions, old, new
         self._chunks: list[tuple[np.ndarray, ...]] = []
-        if flat.device.type == "cpu":
+        if is_on_host(flat):
             bits = to_host(flat, np.uint16)
             listed = (positions.numpy(), to_host(old, np.uint16), to_host(new, np.uint16))
             for start in range(0, num_changed, _CHUNK):
@@ -72,7 +72,7 @@ def replace(replacements: Sequence[Replacement]) -> list[tuple[int, int]]:
     """
     if not replacements:
         return []
-    if replacements[0].flat.device.type != "cpu":
+    if not is_on_host(replacements[0].flat):
         import torch
 
         counts = torch.stack([count for item in replacements for count in item.run()]).reshape(-1, 2)

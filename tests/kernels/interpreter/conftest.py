@@ -32,10 +32,11 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public functions take the Triton form, although the tensors are on the CPU."""
-    from delta_wire.kernels import coding, dispatch
+    from delta_wire.kernels import coding, dispatch, replacement
 
     for module in (coding, dispatch):
         monkeypatch.setattr(module, "uses_triton", lambda tensor: True)
+    monkeypatch.setattr(replacement, "is_on_host", lambda tensor: False)
 
 
 @pytest.fixture

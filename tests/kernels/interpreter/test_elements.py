@@ -296,3 +296,23 @@ def test_the_public_functions_reach_the_kernels(monkeypatch: pytest.MonkeyPatch)
     # the server's indices are host arrays
     lanes = kernels.digest_sparse(expected[0].numpy(), expected[2], KEYS)
     assert lanes == reference.digest_sparse(expected[0], expected[2], KEYS)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("sizes", [(0,), (1, 0, 700), (300, 300)])
+def test_replacements_of_a_device_are_one_wait_of_its_host(sizes: tuple[int, ...], host_reads: list[str]):
+    storages = [random_bits(size + 50) for size in sizes]
+    positions = [torch.randperm(size + 50)[:size] for size in sizes]
+    before = [flat.clone() for flat in storages]
+    old = [flat[listed] for flat, listed in zip(storages, positions, strict=True)]
+    new = [bits ^ 1 for bits in old]
+    items = [kernels.Replacement(*each) for each in zip(storages, positions, old, new, strict=True)]
+    host_reads.clear()
+    assert kernels.replace(items) == [(0, 0)] * len(sizes)
+    assert host_reads == ["tolist"]
+    for flat, listed, bits, start in zip(storages, positions, new, before, strict=True):
+        assert torch.equal(flat, start.index_put((listed,), bits))
+    # what is there now is not what the same change expects: it is told and kept, so that it can be put back
+    found = kernels.replace([kernels.Replacement(*each) for each in zip(storages, positions, old, new, strict=True)])
+    assert found == [(size, 0) for size in sizes]
+    assert all(torch.equal(bits, now) for bits, now in zip(old, new, strict=True))
