@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,31 +27,28 @@ from delta_wire.errors import (
     BaseMismatchError,
     DigestMismatchError,
     FormatError,
-    ModelMismatchError,
     ObjectExistsError,
     ObjectNotFoundError,
     WriterConflictError,
 )
-from delta_wire.files import sha256_file
 from delta_wire.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_POINTER_BYTES,
     POINTER_KEY,
     DeltaPart,
     Manifest,
-    ObjectRef,
     Parent,
     Pointer,
     VersionId,
     manifest_key,
 )
+from delta_wire.parts import Part, check_delta, put_delta
 from delta_wire.state import (
     Delta,
     OldBits,
     TensorDelta,
     TensorTable,
     change_of_digest,
-    check_part,
     compose,
     num_changed,
 )
@@ -93,6 +90,11 @@ class BucketWriter:
         self._next_seq = next_seq
         # a publication that may or may not have reached the bucket
         self._pending: tuple[Manifest, Delta] | None = None
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the next version."""
+        return self._next_seq
 
     @property
     def version(self) -> VersionId:
@@ -184,10 +186,41 @@ class BucketWriter:
                 delta = rest
             self._require_own_pointer()
             self._check(delta, digest)
-            manifest = self._upload(delta, digest, step, encoding, old_bits)
+            ref = put_delta(self.store, self.table, delta, seq=self._next_seq, encoding=encoding, old_bits=old_bits)
+            manifest = self._manifest(DeltaPart(encoding, (ref,)), num_changed(delta), digest, step)
             self._pending = (manifest, delta)
             self._commit(manifest)
         return Published(manifest, manifest.delta.size_bytes if manifest.delta else 0, time.monotonic() - began_s)
+
+    def commit(self, parts: Sequence[Part], *, step: int | None) -> Published:
+        """Publish the next version out of parts that other processes have uploaded.
+
+        Args:
+            parts (list of [`~delta_wire.parts.Part`]): all of the version, at least one, made for
+                [`BucketWriter.next_seq`].
+            step (`int`, *optional*): optimizer step.
+
+        The digest is that of the newest version plus the parts' changes. After a
+        [`~delta_wire.errors.StoreError`] call again with the same parts until it succeeds: the version may be
+        durable already.
+        """
+        began_s = time.monotonic()
+        # parts without a change say nothing, and may be the same bytes
+        parts = [part for part in parts if part.changed_params] or parts[:1]
+        refs = tuple(part.ref for part in parts)
+        pending = None if self._pending is None else self._pending[0]
+        if pending is not None and (pending.delta is None or pending.delta.objects != refs):
+            raise ValueError(f"BucketWriter.commit: version {pending.version} must be settled first")
+        if pending is None:
+            self._require_own_pointer()
+            (encoding,) = {part.encoding for part in parts}
+            digest = sum((part.change for part in parts), self.digest)
+            changed_params = sum(part.changed_params for part in parts)
+            pending = self._manifest(DeltaPart(encoding, refs), changed_params, digest, step)
+            self._pending = (pending, {})
+        # the same bytes in every try: whichever of them arrives is this version
+        self._commit(pending)
+        return Published(pending, sum(ref.size_bytes for ref in refs), time.monotonic() - began_s)
 
     def acks(self) -> list[Ack]:
         """What the servers say that they serve. Files that cannot be read are skipped with a warning."""
@@ -195,13 +228,7 @@ class BucketWriter:
 
     def _check(self, delta: Delta, digest: Digest) -> None:
         source = f"{self.store.url}: version {self._next_seq}"
-        for name, part in delta.items():
-            if name not in self.table or part.name != name:
-                raise ModelMismatchError(
-                    f"{source}: tensor {name!r} (named {part.name!r}) is not among the {len(self.table)} tensors of "
-                    "the run; the delta is of another model"
-                )
-            check_part(part, self.table[name], source)
+        check_delta(delta, self.table, source)
         if any(part.old is None for part in delta.values()):
             return
         found = self.digest + change_of_digest(delta)
@@ -211,26 +238,18 @@ class BucketWriter:
                 "the delta does not begin at that version. Build it against the snapshot of what was published last."
             )
 
-    def _upload(
-        self, delta: Delta, digest: Digest, step: int | None, encoding: str, old_bits: OldBits | None
-    ) -> Manifest:
+    def _manifest(self, delta: DeltaPart, changed_params: int, digest: Digest, step: int | None) -> Manifest:
         seq, head = self._next_seq, self._head
-        with tempfile.TemporaryDirectory(prefix="delta-wire-") as folder:
-            path = Path(folder) / "delta.safetensors"
-            encodings.get(encoding).encode(delta, self.table, path, seq, old_bits)
-            sha256 = sha256_file(path)
-            ref = ObjectRef(f"deltas/{seq:012d}-{sha256[:16]}.safetensors", path.stat().st_size, sha256)
-            self.store.put(ref.key, path)
         manifest = Manifest(
             version=VersionId(head.version.run, self._epoch, seq),
             digest=digest,
             table=head.table,
             num_params=self.table.num_params,
-            changed_params=num_changed(delta),
+            changed_params=changed_params,
             step=step,
             created_unix_s=round(time.time(), 3),
             parent=Parent(head.version.seq, head.version.epoch, head.digest, head.sha256),
-            delta=DeltaPart(encoding, (ref,)),
+            delta=delta,
             anchor=None,
         )
         # what no reader would accept is refused before it is written

@@ -27,6 +27,7 @@ from delta_wire.manifest import (
     Pointer,
     manifest_key,
 )
+from delta_wire.parts import merge
 from delta_wire.state import MAX_TABLE_BYTES, Delta, OldBits, TensorTable, num_changed
 from delta_wire.stores.base import Store
 
@@ -188,25 +189,22 @@ class BucketReader:
             raise FormatError(f"{source}: version {manifest.version} has no delta, only an anchor")
         encoding = encodings.get(manifest.delta.encoding)
         table = self.table(manifest)
-        if manifest.delta.size_bytes > encoding.max_bytes(table):
+        num_objects = len(manifest.delta.objects)
+        most = encoding.max_bytes(table, num_objects)
+        if manifest.delta.size_bytes > most:
             raise FormatError(
-                f"{source}: the delta has {manifest.delta.size_bytes} bytes, one of this model has at most "
-                f"{encoding.max_bytes(table)}"
+                f"{source}: the delta has {manifest.delta.size_bytes} bytes, one of this model has at most {most}"
+                + (f" in {num_objects} objects" if num_objects > 1 else "")
             )
-        delta: Delta = {}
+        parts: list[Delta] = []
         for ref in manifest.delta.objects:
             temporary = temporary_beside(folder / "delta")
             try:
                 self._download(ref, temporary)
-                part = encoding.decode(temporary, table, self._source(ref.key), old_bits)
+                parts.append(encoding.decode(temporary, table, self._source(ref.key), old_bits))
             finally:
                 temporary.unlink(missing_ok=True)
-            twice = delta.keys() & part.keys()
-            if twice:
-                raise FormatError(
-                    f"{self._source(ref.key)}: tensor {min(twice)} is also in another object of the delta"
-                )
-            delta.update(part)
+        delta = merge(parts, [self._source(ref.key) for ref in manifest.delta.objects])
         # tensors stored whole list elements that did not change
         if num_changed(delta) < manifest.changed_params:
             raise FormatError(

@@ -3,9 +3,10 @@
 
     python tools/make_golden.py [FOLDER]
 
-FOLDER (default `tests/golden`) is replaced. It receives a bucket for each encoding, with the checkpoint uploaded as
-anchor and three versions after it, and `expected.json` with what every version's state must be. A difference to what
-is committed is a change of the format: old readers would refuse new files, or new readers old ones.
+FOLDER (default `tests/golden`) is replaced. It receives a bucket for each encoding and two whose deltas have several
+parts, each with the checkpoint uploaded as anchor and three versions after it, and `expected.json` with what every
+version's state must be. A difference to what is committed is a change of the format: old readers would refuse new
+files, or new readers old ones.
 """
 
 from __future__ import annotations
@@ -25,11 +26,24 @@ from delta_wire.bucket import BucketWriter
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.container import write_tensors
 from delta_wire.digest import Digest, digest_tensor
-from delta_wire.state import Delta, TensorDelta, change_of_digest
+from delta_wire.parts import upload_part
+from delta_wire.shards import WHOLE, Shard
+from delta_wire.state import Delta, TensorDelta, TensorTable, change_of_digest
 from delta_wire.stores import open_store
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden"
 ENCODINGS = ("plain", "packed", "context")
+# per version: what it is coded by, and the shards of its parts. `parts` is cut as training processes cut, `mixed` has
+# parts that interleave: elements of even and of odd flat index.
+BUCKETS: dict[str, list[tuple[str, list[Shard]]]] = {
+    **{encoding: [(encoding, [WHOLE])] * 3 for encoding in ENCODINGS},
+    "parts": [
+        ("context", [Shard(i, 3) for i in range(3)]),
+        ("packed", [Shard(i, 4) for i in range(4)]),
+        ("packed", [Shard(1, 2)]),
+    ],
+    "mixed": [("packed", [WHOLE, WHOLE]), ("plain", [WHOLE, WHOLE]), ("plain", [WHOLE])],
+}
 RUN = "901de201"
 BEGAN_UNIX_S = 1_800_000_000.0
 # odd sizes, no dimension, no element, one element; names with a space, quotes, and characters of two and of four bytes
@@ -109,7 +123,20 @@ def difference(before: Bits, after: Bits) -> Delta:
     return delta
 
 
-def write_bucket(folder: Path, encoding: str) -> None:
+def share(delta: Delta, table: TensorTable, shards: list[Shard], at: int) -> Delta:
+    """Changes that belong to a part: rows of its shard, or every so-manieth element of whole tensors."""
+    part: Delta = {}
+    for name, changes in delta.items():
+        start, stop = shards[at].span(table[name])
+        own = (start <= changes.indices) & (changes.indices < stop)
+        if shards[at] == WHOLE:
+            own &= changes.indices % len(shards) == at
+        if own.any() and changes.old is not None:
+            part[name] = TensorDelta(name, changes.indices[own], changes.new[own], changes.old[own])
+    return part
+
+
+def write_bucket(folder: Path, versions: list[tuple[str, list[Shard]]]) -> None:
     """One run, published as a trainer would."""
     clock = (BEGAN_UNIX_S + 10 * second for second in range(100))
     state, *later = states()
@@ -129,11 +156,31 @@ def write_bucket(folder: Path, encoding: str) -> None:
                 anchor_dir=path.parent,
                 step=0,
             )
-            for step, after in enumerate(later, 1):
+            for step, (after, (encoding, shards)) in enumerate(zip(later, versions, strict=True), 1):
                 delta = difference(state, after)
-                digest = writer.digest + change_of_digest(delta)
-                writer.publish(delta, digest=digest, step=step, encoding=encoding, old_bits=state.__getitem__)
+                if shards == [WHOLE]:
+                    digest = writer.digest + change_of_digest(delta)
+                    writer.publish(delta, digest=digest, step=step, encoding=encoding, old_bits=state.__getitem__)
+                else:
+                    publish_parts(writer, delta, step, encoding, shards, state)
                 state = after
+
+
+def publish_parts(
+    writer: BucketWriter, delta: Delta, step: int, encoding: str, shards: list[Shard], state: Bits
+) -> None:
+    """Upload a part for each shard and commit them, as several training processes do."""
+    parts = []
+    for at, shard in enumerate(shards):
+        own = share(delta, writer.table, shards, at)
+        # other rows of the state are not at hand; parts of whole tensors are sent sparse, for they share tensors
+        old_bits = None if shard == WHOLE else shard.old_bits(state.__getitem__, writer.table)
+        parts.append(
+            upload_part(
+                writer.store, writer.table, own, seq=writer.next_seq, encoding=encoding, old_bits=old_bits, shard=shard
+            )
+        )
+    writer.commit(parts, step=step)
 
 
 def digest_of(state: Bits) -> Digest:
@@ -160,8 +207,8 @@ def expected() -> list[dict[str, str | int]]:
 
 def make(folder: Path) -> None:
     """Write everything below `folder`."""
-    for encoding in ENCODINGS:
-        write_bucket(folder / encoding, encoding)
+    for name, versions in BUCKETS.items():
+        write_bucket(folder / name, versions)
     (folder / "expected.json").write_text(json.dumps(expected(), indent=1) + "\n")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from delta_wire.errors import UnsupportedFormatError
+from delta_wire.shards import WHOLE, Shard
 from delta_wire.state import Delta, OldBits, TensorTable
 
 
@@ -25,16 +26,30 @@ class Encoding(Protocol):
         """Raise [`~delta_wire.errors.ModelMismatchError`] if the encoding cannot carry a model with these names."""
         ...
 
-    def max_bytes(self, table: TensorTable) -> int:
-        """No honest file of a delta of this model is larger."""
+    def max_bytes(self, table: TensorTable, num_objects: int = 1) -> int:
+        """No honest delta of this model takes more in so many files."""
         ...
 
-    def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int, old_bits: OldBits | None = None) -> None:
-        """Write one file; the delta has been checked against the table and has old bits where steps are coded."""
+    def encode(
+        self,
+        delta: Delta,
+        table: TensorTable,
+        path: Path,
+        seq: int,
+        old_bits: OldBits | None = None,
+        shard: Shard = WHOLE,
+    ) -> None:
+        """Write one file; the delta has been checked against the table and has old bits where steps are coded.
+
+        All changes lie in the rows of `shard`, and `old_bits` returns those rows only.
+        """
         ...
 
     def decode(self, path: Path, table: TensorTable, source: str, old_bits: OldBits | None = None) -> Delta:
-        """Read and check one file; the arrays returned do not need the file any more, and `old` is `None`."""
+        """Read and check one file; the arrays returned do not need the file any more, and `old` is `None`.
+
+        `old_bits` returns whole tensors, whatever rows the file speaks of.
+        """
         ...
 
 

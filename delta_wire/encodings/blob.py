@@ -16,6 +16,7 @@ import numpy as np
 from delta_wire.container import TensorFile, write_tensors
 from delta_wire.encodings.plain import check_metadata, own_metadata
 from delta_wire.errors import FormatError
+from delta_wire.shards import WHOLE, Shard
 from delta_wire.state import Delta, TensorTable, num_changed
 
 PREFIX = "delta."
@@ -23,16 +24,20 @@ MAX_BLOBS = 4096
 _FIXED_BYTES = 64 << 10
 # directory entry and level counts of a tensor, and a header entry, if it should have a blob of its own
 _BYTES_PER_TENSOR = 384
+# of an element whose neighbours are in other files, 10,000 at most: its value, and a gap of log2(10,000) + 3 bits
+_SCATTERED_BYTES = 5
 # a share of work that is worth a blob and a thread: less than a hundredth of the payload is spent on splitting
 _CHANGES_PER_BLOB = 1 << 16
 _MAX_SHARES = 16
 _THREADS = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="delta-coding")
 
 
-def max_bytes(table: TensorTable) -> int:
-    """Upper bound of a file: all values at 16 bits, their positions as a bitmap."""
-    sizes = (2 * spec.num_elements + spec.num_elements // 8 + _BYTES_PER_TENSOR for spec in table.values())
-    return _FIXED_BYTES + sum(sizes)
+def max_bytes(table: TensorTable, num_objects: int = 1) -> int:
+    """Upper bound of all files: values at 16 bits, their positions as a bitmap, or one by one in several files."""
+    overhead_bytes = num_objects * (_FIXED_BYTES + _BYTES_PER_TENSOR * len(table))
+    if num_objects > 1:
+        return overhead_bytes + _SCATTERED_BYTES * table.num_params
+    return overhead_bytes + sum(2 * spec.num_elements + spec.num_elements // 8 for spec in table.values())
 
 
 def encode(delta: Delta, pack: Callable[[Delta], np.ndarray]) -> list[np.ndarray]:
@@ -54,14 +59,17 @@ def decode(blobs: Iterable[np.ndarray], unpack: Callable[[np.ndarray], Delta], s
     return {name: part for name, part in delta.items() if part.num_changed}
 
 
-def write(path: Path, encoding: str, blobs: list[np.ndarray], delta: Delta, seq: int) -> None:
+def write(path: Path, encoding: str, blobs: list[np.ndarray], delta: Delta, seq: int, shard: Shard = WHOLE) -> None:
     """Write blobs into one file."""
     tensors = {f"{PREFIX}{i}": ("U8", blob.shape, blob) for i, blob in enumerate(blobs)}
-    write_tensors(path, tensors, own_metadata(encoding, seq, num_changed(delta)))
+    metadata = own_metadata(encoding, seq, num_changed(delta))
+    if shard.count > 1:
+        metadata["shard"] = str(shard)
+    write_tensors(path, tensors, metadata)
 
 
-def read(path: Path, encoding: str, source: str) -> list[np.ndarray]:
-    """Blobs of a file: uint8, in memory."""
+def read(path: Path, encoding: str, source: str) -> tuple[list[np.ndarray], Shard]:
+    """Blobs of a file, uint8, in memory, and the rows that they speak of."""
     file = TensorFile(path, source)
     check_metadata(file.metadata, encoding, source)
     names = file.names()
@@ -72,7 +80,8 @@ def read(path: Path, encoding: str, source: str) -> list[np.ndarray]:
         dtype, shape = file.spec(name)
         if dtype != "U8" or len(shape) != 1:
             raise FormatError(f"{source}: {name}: expected U8 of one dimension, found {dtype} {list(shape)}")
-    return [file.array(f"{PREFIX}{i}").copy() for i in range(len(names))]
+    shard = Shard.parse(file.metadata["shard"], source) if "shard" in file.metadata else WHOLE
+    return [file.array(f"{PREFIX}{i}").copy() for i in range(len(names))], shard
 
 
 def _split(delta: Delta) -> list[Delta]:

@@ -24,6 +24,7 @@ from delta_wire.encodings.packed import (
     ordered_parts,
 )
 from delta_wire.errors import FormatError
+from delta_wire.shards import WHOLE, Shard
 from delta_wire.state import Delta, OldBits, TensorDelta, TensorTable
 
 SLAB_ELEMENTS = 1 << 20
@@ -41,18 +42,29 @@ class ContextEncoding:
     def check_table(self, table: TensorTable) -> None:
         """Names do not occur in the file, so any will do."""
 
-    def max_bytes(self, table: TensorTable) -> int:
-        return files.max_bytes(table)
+    def max_bytes(self, table: TensorTable, num_objects: int = 1) -> int:
+        return files.max_bytes(table, num_objects)
 
-    def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int, old_bits: OldBits | None = None) -> None:
+    def encode(
+        self,
+        delta: Delta,
+        table: TensorTable,
+        path: Path,
+        seq: int,
+        old_bits: OldBits | None = None,
+        shard: Shard = WHOLE,
+    ) -> None:
         if old_bits is None:
             raise ValueError("context: the old weights are needed to code a delta")
-        files.write(path, self.name, encode(delta, table, old_bits), delta, seq)
+        local = shard.to_local(delta, table)
+        files.write(path, self.name, encode(local, shard.table(table), old_bits), delta, seq, shard)
 
     def decode(self, path: Path, table: TensorTable, source: str, old_bits: OldBits | None = None) -> Delta:
         if old_bits is None:
             raise ValueError("context: the old weights are needed to decode a delta")
-        return decode(files.read(path, self.name, source), table, source, old_bits)
+        blobs, shard = files.read(path, self.name, source)
+        delta = decode(blobs, shard.table(table), source, shard.old_bits(old_bits, table))
+        return shard.to_global(delta, table)
 
 
 def encode(delta: Delta, table: TensorTable, old_bits: OldBits) -> list[np.ndarray]:

@@ -15,6 +15,7 @@ import numpy as np
 from delta_wire.encodings import blob as files
 from delta_wire.encodings import streams as s
 from delta_wire.errors import FormatError
+from delta_wire.shards import WHOLE, Shard
 from delta_wire.state import Delta, OldBits, TensorDelta, TensorTable
 
 NO_VALUES = np.empty(0, dtype=np.uint16)
@@ -29,14 +30,24 @@ class PackedEncoding:
     def check_table(self, table: TensorTable) -> None:
         """Names do not occur in the file, so any will do."""
 
-    def max_bytes(self, table: TensorTable) -> int:
-        return files.max_bytes(table)
+    def max_bytes(self, table: TensorTable, num_objects: int = 1) -> int:
+        return files.max_bytes(table, num_objects)
 
-    def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int, old_bits: OldBits | None = None) -> None:
-        files.write(path, self.name, encode(delta, table), delta, seq)
+    def encode(
+        self,
+        delta: Delta,
+        table: TensorTable,
+        path: Path,
+        seq: int,
+        old_bits: OldBits | None = None,
+        shard: Shard = WHOLE,
+    ) -> None:
+        local = shard.to_local(delta, table)
+        files.write(path, self.name, encode(local, shard.table(table)), delta, seq, shard)
 
     def decode(self, path: Path, table: TensorTable, source: str, old_bits: OldBits | None = None) -> Delta:
-        return decode(files.read(path, self.name, source), table, source)
+        blobs, shard = files.read(path, self.name, source)
+        return shard.to_global(decode(blobs, shard.table(table), source), table)
 
 
 def encode(delta: Delta, table: TensorTable) -> list[np.ndarray]:

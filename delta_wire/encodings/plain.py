@@ -13,6 +13,7 @@ import numpy as np
 
 from delta_wire.container import Source, TensorFile, write_tensors
 from delta_wire.errors import FormatError, ModelMismatchError, UnsupportedFormatError
+from delta_wire.shards import WHOLE, Shard
 from delta_wire.state import (
     DTYPE,
     MAX_NAME_BYTES,
@@ -53,13 +54,24 @@ class PlainEncoding:
                     f"encoding plain needs names of at most {MAX_NAME_BYTES - len(INDICES)} bytes, found {name!r}"
                 )
 
-    def max_bytes(self, table: TensorTable) -> int:
+    def max_bytes(self, table: TensorTable, num_objects: int = 1) -> int:
         # sparse with every element changed; a writer that has the whole tensor stores less
         sizes = [spec.num_elements for spec in table.values()]
-        return _max_header_bytes(table) + sum(size * (index_dtype(size).itemsize + 2) for size in sizes)
+        return num_objects * _max_header_bytes(table) + sum(size * (index_dtype(size).itemsize + 2) for size in sizes)
 
-    def encode(self, delta: Delta, table: TensorTable, path: Path, seq: int, old_bits: OldBits | None = None) -> None:
+    def encode(
+        self,
+        delta: Delta,
+        table: TensorTable,
+        path: Path,
+        seq: int,
+        old_bits: OldBits | None = None,
+        shard: Shard = WHOLE,
+    ) -> None:
         self.check_table(table)
+        if shard.count > 1:
+            # other readers know flat indices into whole tensors, which cost no more here; other rows are not at hand
+            old_bits = None
         tensors: dict[str, tuple[str, tuple[int, ...], Source]] = {}
         for name, part in delta.items():
             spec = table[name]

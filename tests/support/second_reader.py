@@ -351,6 +351,17 @@ def decode_blob(raw: bytes, table: Table, state: State, by_rank: bool) -> Change
     return changes
 
 
+def rows_of(shard: str, shape: list[int]) -> tuple[list[int], int]:
+    """Section 6.1: the shape of a shard of a tensor, and the flat index of its first element."""
+    need(re.fullmatch(r"(0|[1-9][0-9]*)/[1-9][0-9]*", shard), "shard")
+    i, n = map(int, shard.split("/"))
+    need(i < n <= 10_000, "number of the shard")
+    d, *rest = shape or [1]
+    step = -(-d // n)
+    first = min(i * step, d)
+    return [min((i + 1) * step, d) - first, *rest], first * math.prod(rest)
+
+
 def decode(raw: bytes, encoding: str, table: Table, state: State) -> Changes:
     """Decodes one data file that applies to `state`, which is not changed."""
     file = Safetensors(raw)
@@ -362,13 +373,18 @@ def decode(raw: bytes, encoding: str, table: Table, state: State) -> Changes:
     need(file.metadata.get("delta_format") == "1" and file.metadata.get("encoding") == encoding, "metadata")
     blobs = len(file.entries)
     need(1 <= blobs <= 4096 and set(file.entries) == {f"delta.{i}" for i in range(blobs)}, "names of blobs")
+    cut = {name: rows_of(file.metadata.get("shard", "0/1"), shape) for name, shape in table.items()}
+    rows = {name: shape for name, (shape, _) in cut.items()}
+    part_of_state = {name: state[name][at : at + math.prod(shape)] for name, (shape, at) in cut.items()}
     changes: Changes = {}
     for i in range(blobs):
         need(len(file.entries[f"delta.{i}"]["shape"]) == 1, "shape of a blob")
-        part = decode_blob(file.bytes(f"delta.{i}", ("U8",), None), table, state, encoding == "context")
+        part = decode_blob(file.bytes(f"delta.{i}", ("U8",), None), rows, part_of_state, encoding == "context")
         need(not part.keys() & changes.keys(), "a tensor is in two blobs")
         changes |= part
-    return changes
+    return {
+        name: {cut[name][1] + index: bits for index, bits in elements.items()} for name, elements in changes.items()
+    }
 
 
 # Sections 2, 3, 4, 8 and 11: the bucket
@@ -430,8 +446,9 @@ def replay(bucket: Path, anchor: Path) -> Iterator[tuple[dict[str, Any], State]]
         for ref in manifest["delta"]["objects"]:
             need(ref["key"].startswith("deltas/"), "key of a delta")
             part = decode(fetch(bucket, ref), manifest["delta"]["encoding"], table, state)
-            need(not part.keys() & changes.keys(), "a tensor is in two objects")
-            changes |= part
+            for name, elements in part.items():
+                need(not elements.keys() & changes.get(name, {}).keys(), f"an element of {name} is in two parts")
+                changes[name] = changes.get(name, {}) | elements
         new_state, changed = dict(state), 0
         for name, elements in changes.items():
             digest.add(name, ((i, state[name][i]) for i in elements), -1)

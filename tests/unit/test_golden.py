@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 ENCODINGS = ["plain", "packed", "context"]
+# `parts` and `mixed` have versions in several objects
+BUCKETS = [*ENCODINGS, "parts", "mixed"]
 SLAB = 1 << 20
 
 Bits = dict[str, np.ndarray]
@@ -62,9 +64,9 @@ def test_writing_again_gives_the_same_bytes(make_golden: ModuleType, tmp_path: P
     assert [key for key in golden if again[key] != golden[key]] == []
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_project_reads_the_golden_buckets(encoding: str):
-    reader = BucketReader(open_store(str(GOLDEN / encoding)))
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_the_project_reads_the_golden_buckets(bucket: str):
+    reader = BucketReader(open_store(str(GOLDEN / bucket)))
     latest = reader.latest()
     assert latest is not None and latest.version.seq == EXPECTED[-1]["seq"]
     for manifest, expected in zip(reversed(list(reader.walk(latest))), EXPECTED, strict=True):
@@ -73,9 +75,9 @@ def test_the_project_reads_the_golden_buckets(encoding: str):
             assert sha256_of({name: state.bits(name) for name in state.table}) == expected["sha256"]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_second_reader_reads_the_golden_buckets(encoding: str):
-    bucket = GOLDEN / encoding
+@pytest.mark.parametrize("name", BUCKETS)
+def test_the_second_reader_reads_the_golden_buckets(name: str):
+    bucket = GOLDEN / name
     versions = list(second_reader.replay(bucket, anchor_of(bucket)))
     found = [
         {
@@ -103,6 +105,26 @@ def test_the_golden_deltas_are_of_every_kind():
     directory = second_reader.Blob(headers("context", 1).bytes("delta.0", ("U8",), None)).directory
     entries = [(directory.exp_golomb(0), directory.exp_golomb(8)) for _ in range(directory.exp_golomb(4))]
     assert 0 in [count for _, count in entries]
+
+
+def test_the_golden_parts_are_of_every_kind():
+    def tensors(bucket: str, seq: int) -> list[set[str]]:
+        reader = BucketReader(open_store(str(GOLDEN / bucket)))
+        manifest = reader.manifest(seq)
+        assert manifest.delta is not None
+        encoding, table = encodings.get(manifest.delta.encoding), reader.table(manifest)
+        with materialise(reader, reader.manifest(seq - 1)) as state:
+            return [
+                set(encoding.decode(GOLDEN / bucket / ref.key, table, ref.key, state.bits))
+                for ref in manifest.delta.objects
+            ]
+
+    # tensors that several parts speak of, by rows and interleaved; rows that a shard does not have
+    assert set.intersection(*tensors("parts", 1)) >= {"layer.0.proj.weight", "embed.weight"}
+    assert "scalar" in tensors("parts", 2)[0] and "scalar" not in set.union(*tensors("parts", 2)[1:])
+    assert tensors("parts", 3) == [set()]
+    for seq in (1, 2):
+        assert set.intersection(*tensors("mixed", seq)) >= {"layer.0.proj.weight", "embed.weight"}
 
 
 @pytest.mark.parametrize("path", data_files(), ids=lambda path: path.relative_to(GOLDEN).as_posix())
@@ -144,9 +166,9 @@ def damage_anchor(bucket: Path) -> None:
         (damage_anchor, "checkpoint's digest"),
     ],
 )
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_second_reader_refuses_damage(encoding: str, damage, complaint: str, tmp_path: Path):
-    for key, raw in files(GOLDEN / encoding).items():
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_the_second_reader_refuses_damage(bucket: str, damage, complaint: str, tmp_path: Path):
+    for key, raw in files(GOLDEN / bucket).items():
         (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / key).write_bytes(raw)
     damage(tmp_path)
