@@ -26,7 +26,13 @@ Errors take one string, so they survive pickling between processes.
 
 
 class DeltaError(Exception):
-    """Base of everything this project raises on purpose."""
+    """Base of everything this project raises on purpose.
+
+    Attributes:
+        rank (`int`, *optional*): the rank of a server that reported it.
+    """
+
+    rank: int | None = None
 
 
 class FormatError(DeltaError, ValueError):

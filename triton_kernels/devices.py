@@ -8,7 +8,10 @@ import functools
 import importlib.util
 import mmap
 import os
+from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,15 +35,35 @@ def unbind_thread() -> None:
         os.sched_setaffinity(0, _CORES)
 
 
-def use_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask the system to keep a large CPU tensor in huge pages: a change scattered over all of it then waits for far
-    fewer page tables. Contents stay as they are, and a system that cannot or will not is no error."""
-    if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
-    # whole huge pages: neighbours in memory may share the first and the last one
-    start = tensor.data_ptr() // _HUGE_BYTES * _HUGE_BYTES
-    size = -(-(tensor.data_ptr() + tensor.nbytes - start) // _HUGE_BYTES) * _HUGE_BYTES
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_COLLAPSE)
+def use_huge_pages(tensors: Sequence[torch.Tensor]) -> int:
+    """Ask the system to keep CPU tensors in huge pages: a change scattered over all of them then waits for far fewer
+    page tables. Contents stay as they are, and a system that cannot or will not is no error.
+
+    Returns:
+        `int`: bytes of the ranges that the system has gathered into huge pages.
+    """
+    on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.nbytes]
+    if not on_cpu or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return 0
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return 0
+    mapped = [tuple(int(end, 16) for end in line.split(maxsplit=1)[0].split("-")) for line in lines]
+    starts = [start for start, _ in mapped]
+    advise = ctypes.CDLL(None).madvise
+    gathered = set()
+    for tensor in on_cpu:
+        first, last = tensor.data_ptr() // _HUGE_BYTES, (tensor.data_ptr() + tensor.nbytes - 1) // _HUGE_BYTES
+        # neighbours in memory may share the first and the last page, and what reaches outside of a mapping is refused
+        low, high = mapped[bisect_right(starts, tensor.data_ptr()) - 1]
+        first, last = max(first, -(-low // _HUGE_BYTES)), min(last, high // _HUGE_BYTES - 1)
+        for page in range(first, last + 1):
+            if page not in gathered and not advise(
+                ctypes.c_void_p(page * _HUGE_BYTES), ctypes.c_size_t(_HUGE_BYTES), _MADV_COLLAPSE
+            ):
+                gathered.add(page)
+    return len(gathered) * _HUGE_BYTES
 
 
 @functools.cache

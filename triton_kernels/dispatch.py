@@ -309,23 +309,27 @@ def swap(
     return old, to_torch(lanes).reshape(2, 2)
 
 
-def warm_up() -> None:
-    """Compile (or load from the cache) every CPU form, so that no step or commit pays for it later."""
+def warm_up(device: torch.device | str = "cpu") -> None:
+    """Compile (or load from the cache) the forms that serve a device, so that no step or commit pays for it later.
+
+    Args:
+        device (`torch.device` or `str`, *optional*): of the weights.
+    """
     import torch
 
-    from delta_wire.kernels import cpu
+    from delta_wire.kernels.replacement import Replacement, replace
 
     for dtype in (torch.float32, torch.bfloat16):
-        param = torch.ones(8, dtype=dtype)
-        snapshot = torch.zeros(8, dtype=torch.int16)
+        param = torch.ones(8, dtype=dtype, device=device)
+        snapshot = torch.zeros(8, dtype=torch.int16, device=device)
         indices, _, new = extract(param, snapshot)
         round_bits(param)
     digest_sparse(indices, new, (1, 2))
     digest_sparse(indices.to(torch.int64), new, (1, 2))
     digest_dense(snapshot.reshape(2, 4), (1, 2))
     digest_dense(snapshot.reshape(2, 4)[:, :2], (1, 2))
-    positions = torch.zeros(1, dtype=torch.int64)
-    scatter(snapshot, positions, gather(snapshot, positions))
-    swap(snapshot, positions, gather(snapshot, positions), positions, (1, 2))
-    bits = snapshot.numpy().view(np.uint16)
-    cpu.replace(bits, positions.numpy(), bits[:1].copy(), bits[:1].copy())
+    positions = torch.zeros(1, dtype=torch.int64, device=device)
+    bits = gather(snapshot, positions)
+    scatter(snapshot, positions, bits)
+    swap(snapshot, positions, bits, positions, (1, 2))
+    replace([Replacement(snapshot, positions, bits, bits)])

@@ -136,7 +136,7 @@ class Coordinator:
             reason = f"generation is paused, the live weights are not proven: {self._unproven}; {reason}"
         if not isinstance(error, (DeltaError, OSError)) and reason != self.status.reason:
             logger.error("unexpected error while handling %s", self._about, exc_info=error)
-        self.status.degraded(self._about, reason)
+        self.status.degraded(self._about, reason, error.rank if isinstance(error, DeltaError) else None)
         self._failures = min(self._failures + 1, 16)
         if self._live is None or self._unproven is not None:
             self._verifications.fail(error)
@@ -172,7 +172,12 @@ class Coordinator:
 
     def _follow(self) -> None:
         self._about = self._settings.bucket
-        target = self._subscriber.target()
+        try:
+            target = self._subscriber.target()
+        except Exception:
+            # nobody knows what is newest
+            self.status.aims_at(None)
+            raise
         self.status.aims_at(None if target is None else target.version)
         if target is None:
             if self._position is not None:
@@ -190,7 +195,7 @@ class Coordinator:
             self._engine.between_steps(lambda: self._engine.set_label(label))
         while self._course.leads_on(self._position, target):
             self._advance(self._position, target)
-        self.status.serving(self._position.version, self._position.digest)
+        self.status.serving(self._position.version, self._position.digest, self._course.remark)
 
     def _advance(self, position: Position, target: Manifest) -> None:
         """Stage and commit one change that leads to the target or to an anchor on the way."""
@@ -248,9 +253,11 @@ class Coordinator:
         """A commit failed and was undone. Prove the old state once more, over all weights, and raise."""
         problem = f"version {manifest.version} could not be committed: {outcome.problem}"
         if outcome.state == "unproven":
-            self._hold(f"{problem}; the old weights could not be restored")
+            self._hold(f"{problem}; the old weights could not be restored", outcome.rank)
         self._prove(position, problem)
-        raise DigestMismatchError(f"{problem}; every rank serves {position.version} again")
+        error = DigestMismatchError(f"{problem}; every rank serves {position.version} again")
+        error.rank = outcome.rank
+        raise error
 
     # -- prove and recover --------------------------------------------------------------------------------------
 
@@ -294,13 +301,15 @@ class Coordinator:
         if self._suspected is None:
             self._engine.resume()
 
-    def _hold(self, reason: str) -> NoReturn:
+    def _hold(self, reason: str, rank: int | None = None) -> NoReturn:
         """Generate nothing until the weights are proven again."""
         self._engine.between_steps(self._engine.pause)
         self._unproven = reason
         # recovery begins at once, whatever was tried before
         self._failures = 0
-        raise DigestMismatchError(reason)
+        error = DigestMismatchError(reason)
+        error.rank = rank
+        raise error
 
     def _resync(self) -> None:
         """Bring the live weights back to a whole checkpoint, prove them in full, and generate again."""

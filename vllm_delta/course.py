@@ -25,6 +25,8 @@ class Course:
         self._subscriber = subscriber
         self._bucket = bucket
         self._ignored: VersionId | None = None
+        # what a look at the status should tell although nothing is wrong with what is served
+        self.remark: str | None = None
 
     def require_model(self, live: Live, target: Manifest) -> None:
         """Raise [`ModelMismatchError`] with the names that differ unless the run is of the served model."""
@@ -45,13 +47,16 @@ class Course:
         return position
 
     def leads_on(self, position: Position, target: Manifest) -> bool:
-        """Whether the target is ahead. A pointer that went back is ignored with one warning."""
+        """Whether the target is ahead. A pointer that went back is ignored: one warning, and a remark until it is over."""
         here, there = position.version, target.version
+        self.remark = None
         if here.run != there.run or there.seq > here.seq:
             return True
-        if there.seq < here.seq and self._ignored != there:
-            self._ignored = there
-            logger.warning("%s: the pointer went back to %s; staying on %s", self._bucket, there, here)
+        if there.seq < here.seq:
+            self.remark = f"{self._bucket}: the pointer went back to {there}; staying on {here}"
+            if self._ignored != there:
+                self._ignored = there
+                logger.warning("%s", self.remark)
         if there.seq == here.seq and target.digest != position.digest:
             raise BaseMismatchError(
                 f"{self._bucket}: version {there} now has digest {target.digest}, this server committed it as {here} "

@@ -69,8 +69,12 @@ class Patcher:
 
     def settle(self) -> None:
         """Arrange the live storages for fast commits. Beside the steps; changes no bit."""
-        for flat in self._storages:
-            kernels.use_huge_pages(flat)
+        kernels.use_huge_pages(self._storages)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the live weights are."""
+        return self._storages[0].device if self._storages else torch.device("cpu")
 
     def plan_delta(self, path: Path) -> Plan:
         """Plan a sparse change from a staged file. Every index is checked before anything is planned.

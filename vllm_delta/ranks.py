@@ -25,8 +25,11 @@ def raise_failures(replies: Sequence[dict[str, Any]]) -> None:
             kind = getattr(errors, reply["kind"], None)
             message = f"rank {rank}: {reply['error']}"
             if isinstance(kind, type) and issubclass(kind, DeltaError):
-                raise kind(message)
-            raise DeltaError(f"{message} ({reply['kind']}; the server's log has the details)")
+                error = kind(message)
+            else:
+                error = DeltaError(f"{message} ({reply['kind']}; the server's log has the details)")
+            error.rank = rank
+            raise error
 
 
 class Ranks:

@@ -39,6 +39,7 @@ class Status:
         self.version: VersionId | None = None
         self.digest: Digest | None = None
         self.target: VersionId | None = None
+        self._remark: str | None = None
         self.served_unix_s = time.time()
         self._staged_seq: int | None = None
         self._num_ranks = 0
@@ -46,7 +47,7 @@ class Status:
         self._last_commit_ms: float | None = None
         self._scatter_ms: list[float] = []
         self._pauses_ms: deque[float] = deque(maxlen=_RECENT)
-        self._refused: deque[dict[str, str]] = deque(maxlen=_REFUSED)
+        self._refused: deque[dict[str, Any]] = deque(maxlen=_REFUSED)
         self._refused_total = 0
         self._staged_bytes = 0
         self._buckets = [0] * (len(_BUCKETS_S) + 1)
@@ -59,16 +60,16 @@ class Status:
     def waiting(self, reason: str) -> None:
         self._enter("waiting", reason)
 
-    def serving(self, version: VersionId, digest: Digest) -> None:
-        """The live weights are proven to be this version, and nothing is wrong."""
+    def serving(self, version: VersionId, digest: Digest, remark: str | None = None) -> None:
+        """The live weights are proven to be this version, and nothing is wrong; a remark says what was ignored."""
         with self._lock:
-            self.version, self.digest = version, digest
+            self.version, self.digest, self._remark = version, digest, remark
         self._enter("serving", None)
 
-    def degraded(self, about: str, reason: str) -> None:
-        """Something keeps the server from following; it stays on what it last proved."""
+    def degraded(self, about: str, reason: str, rank: int | None = None) -> None:
+        """Something keeps the server from following; it stays on what it last proved. A rank, if one refused it."""
         with self._lock:
-            entry = {"object": about, "reason": reason}
+            entry = {"object": about, "reason": reason, "rank": rank}
             if entry not in self._refused:
                 self._refused.append(entry)
                 self._refused_total += 1
@@ -131,7 +132,7 @@ class Status:
                 lag = max(0, target.seq - version.seq)
             return {
                 "state": self.state,
-                "reason": self.reason,
+                "reason": self._remark if self.state == "serving" else self.reason,
                 "server": self._server_id,
                 "bucket": self._bucket,
                 "version": None if version is None else str(version),
@@ -153,7 +154,11 @@ class Status:
                 ],
                 "pause_sum_s": self._pause_sum_s,
                 "ranks": [
-                    {"rank": rank, "scatter_ms": self._scatter_ms[rank] if self._scatter_ms else None}
+                    {
+                        "rank": rank,
+                        "scatter_ms": self._scatter_ms[rank] if self._scatter_ms else None,
+                        "refused": [entry for entry in self._refused if entry["rank"] == rank],
+                    }
                     for rank in range(self._num_ranks)
                 ],
             }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from delta_wire.digest import Digest
-from delta_wire.errors import DigestMismatchError
+from delta_wire.errors import DeltaError, DigestMismatchError
 from vllm_delta.engine import Engine
 from vllm_delta.layout import Layout, total
 from vllm_delta.ranks import raise_failures
@@ -26,12 +26,14 @@ class Outcome:
         problem (`str`, *optional*): why it was not done.
         pause_ms (`float`): how long no step could run.
         scatter_ms (`list[float]`): of it, what each rank spent on reading and writing weights.
+        rank (`int`, *optional*): the rank that failed.
     """
 
     state: Literal["done", "undone", "unproven"]
     problem: str | None
     pause_ms: float
     scatter_ms: list[float]
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ class Transaction:
                 self.engine.pause()
             pause_ms = (time.perf_counter() - start_s) * 1000
             problem = str(error) or repr(error)
-            return Outcome("undone" if restored else "unproven", problem, pause_ms, scatter_ms)
+            rank = error.rank if isinstance(error, DeltaError) else None
+            return Outcome("undone" if restored else "unproven", problem, pause_ms, scatter_ms, rank)
         return Outcome("done", None, (time.perf_counter() - start_s) * 1000, scatter_ms)
 
     def _undo(self) -> bool:

@@ -128,7 +128,7 @@ class Rank:
         from delta_wire import kernels
 
         # what is compiled here is not compiled inside a commit
-        kernels.warm_up()
+        kernels.warm_up(self.patcher.device)
         self.patcher.settle()
         return {"problems": self.patcher.sample(self._folder)}
 
