@@ -6,7 +6,8 @@ Letters: `N` elements of a tensor, `K` changed elements of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from math import prod
 
 import numpy as np
 import torch
@@ -26,11 +27,15 @@ class Detector:
 
     Args:
         live (list of [`LiveTensor`]): the model's tensors.
+        kept (`dict[str, np.ndarray]`, *optional*): bits of tensors that belong to the state and never change; they
+            count for the digest only.
     """
 
-    def __init__(self, live: Iterable[LiveTensor]):
+    def __init__(self, live: Iterable[LiveTensor], kept: Mapping[str, np.ndarray] | None = None):
         self._snapshot: dict[str, torch.Tensor] = {}
         self.digest = Digest()
+        for name, bits in (kept or {}).items():
+            self.digest = self.digest + digest_tensor(name, bits)
         for entry in live:
             bits = kernels.round_bits(_contiguous(entry.tensor)).reshape(-1)
             self._snapshot[entry.name] = bits
@@ -77,23 +82,28 @@ class Detector:
 
     def _held(self, entry: LiveTensor) -> torch.Tensor:
         held = self._snapshot.get(entry.name)
-        if held is None or held.numel() != entry.tensor.numel():
+        size = prod(entry.shape)
+        if held is None or held.numel() != size:
             raise SetupError(
-                f"tensor {entry.name} of {entry.tensor.numel()} elements was not part of the model when training "
+                f"tensor {entry.name} of {size} elements was not part of the model when training "
                 "began; a model must keep its tensors while its weights are published"
             )
         return held
 
 
 def _batches(live: Iterable[LiveTensor]) -> list[list[LiveTensor]]:
-    """Tensors to extract in one go: all of a GPU, which costs the host one wait for it, one at a time on a CPU."""
+    """Tensors to extract in one go: all of a GPU, which costs the host one wait for it, one at a time on a CPU.
+
+    Weights that are computed to be read go alone, so that no more than one of them is in memory.
+    """
     by_device: dict[torch.device, list[LiveTensor]] = {}
-    for entry in live:
-        by_device.setdefault(entry.tensor.device, []).append(entry)
     batches: list[list[LiveTensor]] = []
-    for device, entries in by_device.items():
-        batches += [[entry] for entry in entries] if device.type == "cpu" else [entries]
-    return batches
+    for entry in live:
+        if entry.source.device.type == "cpu" or entry.merge is not None:
+            batches.append([entry])
+        else:
+            by_device.setdefault(entry.source.device, []).append(entry)
+    return [*batches, *by_device.values()]
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

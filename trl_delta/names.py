@@ -3,90 +3,216 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from delta_wire.errors import ModelMismatchError, SetupError
 from delta_wire.state import TensorSpec, TensorTable
+from trl_delta.adapters import AdapterMap, Merge
+from trl_delta.conversions import Part, in_tower, saved_parts, tower_names
+from trl_delta.wrappers import checkpoint_name, unwrap
 
 if TYPE_CHECKING:
     import torch
 
-# path segments that wrappers put between a module and its parameters: DDP and FSDP1, torch.compile, activation
-# checkpointing
-WRAPPER_SEGMENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+__all__ = ["LiveTensor", "Naming", "checkpoint_name", "live_tensors", "refuse_unsupported", "table_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """One tensor of the training model.
+    """One tensor of the training model's checkpoint, as a way to read it from the live model.
 
     Args:
         names (`tuple[str, ...]`): its checkpoint names; more than one where the checkpoint stores a tied tensor twice.
-        tensor (`torch.Tensor`): the parameter or persistent buffer itself.
+        source (`torch.Tensor`): the parameter or persistent buffer that holds it.
+        part ([`~trl_delta.conversions.Part`], *optional*): where in the source it lies, if it is not all of it.
+        merge ([`~trl_delta.adapters.Merge`], *optional*): adapters that belong into it and are not in the source.
     """
 
     names: tuple[str, ...]
-    tensor: torch.Tensor
+    source: torch.Tensor
+    part: Part | None = None
+    merge: Merge | None = None
 
     @property
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.source.shape) if self.part is None else self.part.shape
 
-def checkpoint_name(name: str, known: Container[str] = ()) -> str:
-    """Strip the segments of wrappers from a parameter's path, wherever they stand.
-
-    Args:
-        name (`str`): name in the live model.
-        known (container of `str`, *optional*): names of the checkpoint; one of them is never changed.
-    """
-    if name in known:
-        return name
-    return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The values as they are now, detached: a view of the source, or a merged copy in fp32 with adapters."""
+        values = self.source.detach() if self.merge is None else self.merge.apply(self.source)
+        if self.part is None:
+            return values
+        return values.reshape(-1)[self.part.start : self.part.stop].view(self.part.shape)
 
 
-def live_tensors(model: torch.nn.Module, base: TensorTable | None = None) -> list[LiveTensor]:
-    """All parameters (trained or frozen) and persistent buffers of a model, each once, in checkpoint-name order.
+@dataclass
+class _Entry:
+    """What the checkpoint has of one live tensor, or of a part of it."""
+
+    live_names: list[str]
+    part: Part | None
+    names: list[str] = field(default_factory=list)
+    merge: Merge | None = None
+
+
+class Naming:
+    """Which tensor of a model goes under which checkpoint name; found out once, at the start of a training.
 
     Args:
         model (`torch.nn.Module`): the training model, prepared or not, on one process.
         base ([`~delta_wire.state.TensorTable`], *optional*): table of the checkpoint the model was loaded from. It
-            decides under which name, or names, a tied tensor goes.
+            decides under which name, or names, a tied tensor goes, and whether fused experts are stored one by one.
+
+    Attributes:
+        kept (`tuple[str, ...]`): tensors of the base checkpoint that the model does not hold, so that training never
+            changes them: the other towers of a multimodal checkpoint whose text tower is trained, and what the model's
+            class declares as not its own (heads that only other programs use).
 
     Raises:
         [`~delta_wire.errors.SetupError`]: for models this release cannot read, in one sentence.
-        [`~delta_wire.errors.ModelMismatchError`]: when two tensors claim one checkpoint name.
+        [`~delta_wire.errors.ModelMismatchError`]: when several tensors claim one checkpoint name.
     """
-    refuse_unsupported(model)
-    known = base if base is not None else ()
-    groups: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    owners: dict[str, tuple[int, str]] = {}
-    # with keep_vars tied parameters are one object under several names
-    for live_name, tensor in model.state_dict(keep_vars=True).items():
-        _refuse_tensor(live_name, tensor)
-        name = checkpoint_name(live_name, known)
-        owner = owners.setdefault(name, (id(tensor), live_name))
-        if owner[0] != id(tensor):
-            raise ModelMismatchError(
-                f"the model's tensors {owner[1]} and {live_name} both map to the checkpoint name {name}; delta sync "
-                "cannot tell them apart. Train without the wrapper that adds the segment, or rename the module."
+
+    def __init__(self, model: torch.nn.Module, base: TensorTable | None = None):
+        self._base: TensorTable | dict[str, TensorSpec] = {} if base is None else base
+        self._adapters = AdapterMap.of(model)
+        self._tower = tower_names(self._base)
+        self._uses_tower = False
+        # with keep_vars tied parameters are one object under several names
+        state = model.state_dict(keep_vars=True)
+        self._live_names = list(state)
+        clean = {name: self._adapters.clean(name, self._base) for name in state}
+        self._entries = self._locate(model, state, clean)
+        self._require_one_owner()
+        self.kept = self._find_kept(unwrap(model))
+
+    def live(self, model: torch.nn.Module) -> list[LiveTensor]:
+        """All parameters (trained or frozen) and persistent buffers as they are now, in checkpoint-name order.
+
+        Args:
+            model (`torch.nn.Module`): the same model; its tensors may have become other objects.
+        """
+        state = model.state_dict(keep_vars=True)
+        if len(state) != len(self._live_names) or any(name not in state for name in self._live_names):
+            changed = sorted(set(self._live_names) ^ set(state))
+            raise SetupError(
+                f"the model has other tensors than when training began: {', '.join(changed[:8])}; a model must keep "
+                "its tensors while its weights are published"
             )
-        names = groups.setdefault(id(tensor), (tensor, []))[1]
-        if name not in names:
-            names.append(name)
-    live = []
-    for tensor, names in groups.values():
-        stored = [name for name in names if name in known]
-        # under a name that the checkpoint does not have: kept, so that the comparison of the tables names it
-        live.append(LiveTensor(tuple(stored or names[:1]), tensor))
-    return sorted(live, key=lambda entry: entry.name)
+        live = []
+        for entry in self._entries:
+            source = state[entry.live_names[0]]
+            _refuse_tensor(entry.live_names[0], source)
+            if any(state[name] is not source for name in entry.live_names[1:]):
+                raise SetupError(
+                    f"the tensors {' and '.join(entry.live_names)} were tied when training began and are not any more"
+                )
+            live.append(LiveTensor(tuple(entry.names), source, entry.part, entry.merge))
+        return live
+
+    def _locate(
+        self, model: torch.nn.Module, state: dict[str, torch.Tensor], clean: dict[str, str | None]
+    ) -> list[_Entry]:
+        converted: dict[str, list[tuple[str, Part]]] = {}
+        shapes = {name: tuple(state[live].shape) for live, name in clean.items() if name is not None}
+        if any(self._stored(name) is None for name in shapes):
+            converted = saved_parts(unwrap(model), shapes)
+        entries: dict[tuple[int, Part | None], _Entry] = {}
+        for live_name, name in clean.items():
+            if name is None:
+                continue
+            tensor = state[live_name]
+            _refuse_tensor(live_name, tensor)
+            for saved_name, part in self._places(name, shapes[name], converted.get(name, [])):
+                entry = entries.setdefault((id(tensor), part), _Entry([], part))
+                if live_name not in entry.live_names:
+                    entry.live_names.append(live_name)
+                if saved_name not in entry.names:
+                    entry.names.append(saved_name)
+        for entry in entries.values():
+            stored = [name for name in entry.names if name in self._base]
+            # under a name that the checkpoint does not have: kept, so that the comparison of the tables names it
+            entry.names = stored or entry.names[:1]
+            entry.merge = self._merge_of(entry.live_names)
+        return sorted(entries.values(), key=lambda entry: entry.names[0])
+
+    def _places(
+        self, name: str, shape: tuple[int, ...], converted: list[tuple[str, Part]]
+    ) -> list[tuple[str, Part | None]]:
+        """Checkpoint names of a tensor with the parts they hold; `None` is all of it."""
+        stored = self._stored(name)
+        if stored is not None:
+            return [(stored, None)]
+        places = [(self._stored(saved) or saved, part) for saved, part in converted]
+        if not places or (self._base and not any(saved in self._base for saved, _ in places)):
+            return [(name, None)]
+        return [(saved, None if part == Part(0, shape) else part) for saved, part in places]
+
+    def _stored(self, name: str) -> str | None:
+        """The name under which the base checkpoint stores a tensor that it may hold in its text tower."""
+        if name in self._base:
+            return name
+        in_base = self._tower.get(name, [])
+        if len(in_base) != 1:
+            return None
+        self._uses_tower = True
+        return in_base[0]
+
+    def _merge_of(self, live_names: list[str]) -> Merge | None:
+        merges = [self._adapters.merge_of(name) for name in live_names]
+        if any(merge is not merges[0] for merge in merges):
+            raise SetupError(
+                f"the tensors {' and '.join(live_names)} are tied, and an adapter changes one of them only; train "
+                "without the adapter on it, or with ensure_weight_tying"
+            )
+        return merges[0]
+
+    def _require_one_owner(self) -> None:
+        owners: dict[str, list[str]] = {}
+        for entry in self._entries:
+            for name in entry.names:
+                owners.setdefault(name, []).append(entry.live_names[0])
+        double = [f"{' and '.join(live)} both map to {name}" for name, live in owners.items() if len(live) > 1]
+        if double:
+            raise ModelMismatchError(
+                f"{len(double)} checkpoint names are claimed by several of the model's tensors: "
+                f"{'; '.join(double[:8])}. Delta sync cannot tell them apart: train without the wrapper that adds the "
+                "segment, or rename the module."
+            )
+
+    def _find_kept(self, model: torch.nn.Module) -> tuple[str, ...]:
+        held = {name for entry in self._entries for name in entry.names}
+        ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        return tuple(
+            name
+            for name in self._base
+            if name not in held
+            and ((self._uses_tower and not in_tower(name)) or any(pattern.search(name) for pattern in ignored))
+        )
 
 
-def table_of(live: list[LiveTensor]) -> TensorTable:
-    """The table that the model's checkpoint in bf16 has."""
-    return TensorTable(TensorSpec(name, tuple(entry.tensor.shape)) for entry in live for name in entry.names)
+def live_tensors(model: torch.nn.Module, base: TensorTable | None = None) -> list[LiveTensor]:
+    """A model's tensors under their checkpoint names, each once; see [`Naming`]."""
+    return Naming(model, base).live(model)
+
+
+def table_of(live: Iterable[LiveTensor], kept: Iterable[TensorSpec] = ()) -> TensorTable:
+    """The table that the model's checkpoint in bf16 has.
+
+    Args:
+        live: the model's tensors.
+        kept (*optional*): tensors of the checkpoint that the model does not hold.
+    """
+    specs = [TensorSpec(name, entry.shape) for entry in live for name in entry.names]
+    return TensorTable([*specs, *kept])
 
 
 def refuse_unsupported(model: torch.nn.Module, world_size: int = 1) -> None:
@@ -95,13 +221,6 @@ def refuse_unsupported(model: torch.nn.Module, world_size: int = 1) -> None:
         raise SetupError(
             f"delta weight sync of {world_size} training processes is not supported yet in this release; train on one "
             "process, or without delta sync"
-        )
-    if any(base.__name__ == "PeftModel" for base in type(model).__mro__) or getattr(
-        model, "_hf_peft_config_loaded", False
-    ):
-        raise SetupError(
-            "delta weight sync of PEFT adapters is not supported yet in this release; train the full model, or merge "
-            "the adapter into it first"
         )
 
 

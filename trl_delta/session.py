@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -20,8 +21,9 @@ from delta_wire.stores import Store, open_store
 from trl_delta.acks import AckWatcher
 from trl_delta.config import DeltaSyncConfig
 from trl_delta.detector import Detector, live_bits
-from trl_delta.names import LiveTensor, live_tensors, refuse_unsupported, table_of
+from trl_delta.names import LiveTensor, Naming, refuse_unsupported, table_of
 from trl_delta.publisher import Publisher
+from trl_delta.wrappers import unwrap
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +44,7 @@ class DeltaSyncSession:
         self.bucket = bucket
         self.config = config or DeltaSyncConfig()
         self._model: torch.nn.Module | None = None
-        self._base: TensorTable | None = None
+        self._naming: Naming | None = None
         self._closed = False
         self._failure_reported = False
         self._last_step = 0
@@ -84,12 +86,14 @@ class DeltaSyncSession:
         kernels.warm_up()
         store = open_store(self.bucket, create=True)
         reference, base = _base_checkpoint(model)
-        self._base = None if base is None else base.table()
-        live = live_tensors(model, self._base)
-        self.table = table_of(live)
-        if self._base is not None:
-            _require_base(self._base, self.table, reference)
-        self.detector = Detector(live)
+        base_table = None if base is None else base.table()
+        self._naming = Naming(model, base_table)
+        live = self._naming.live(model)
+        self.table = table_of(live, [] if base_table is None else [base_table[name] for name in self._naming.kept])
+        if base_table is not None:
+            _require_base(base_table, self.table, reference)
+        kept = {} if base is None else {name: base.bits(name) for name in self._naming.kept}
+        self.detector = Detector(live, kept)
         writer = self._open_run(store, live, model, processing_class, reference, base, step)
         self._model = model
         self._last_step = step
@@ -107,9 +111,9 @@ class DeltaSyncSession:
 
     def live(self) -> list[LiveTensor]:
         """The model's tensors as they are now, under their checkpoint names."""
-        if self._model is None:
+        if self._model is None or self._naming is None:
             raise SetupError(f"{self.bucket}: the session has not started")
-        return live_tensors(self._model, self._base)
+        return self._naming.live(self._model)
 
     def step(self, step: int) -> None:
         """Weights have changed: extract and hand over, if it is their turn."""
@@ -211,7 +215,8 @@ class DeltaSyncSession:
             "delta sync: the weights are not those of %s; uploading a checkpoint", reference or "a known checkpoint"
         )
         with tempfile.TemporaryDirectory(prefix="delta-anchor-") as folder:
-            _save_anchor(Path(folder), live, model, processing_class)
+            kept = {} if base is None or self._naming is None else dict.fromkeys(self._naming.kept, base)
+            _save_anchor(Path(folder), live, kept, unwrap(model), processing_class)
             return BucketWriter.start(
                 store, table=self.table, digest=digest, reference=None, anchor_dir=Path(folder), step=step
             )
@@ -219,6 +224,7 @@ class DeltaSyncSession:
 
 def _base_checkpoint(model: torch.nn.Module) -> tuple[str | None, Checkpoint | None]:
     """The checkpoint that a model was loaded from, if it is at hand and in bf16."""
+    model = unwrap(model)
     config = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", None) or getattr(model, "name_or_path", None)
     if not name:
@@ -252,15 +258,19 @@ def _require_base(base: TensorTable, found: TensorTable, reference: str | None) 
 def _save_anchor(
     folder: Path,
     live: list[LiveTensor],
+    kept: dict[str, Checkpoint],
     model: torch.nn.Module,
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
 ) -> None:
-    """Write what `from_pretrained` and `vllm serve` open: the weights in bf16 with config and tokenizer."""
-    write_tensors(
-        folder / SINGLE_FILE,
-        {name: (DTYPE, bits.shape, bits) for name, bits in live_bits(live)},
-        {"format": "pt"},
-    )
+    """Write what `from_pretrained` and `vllm serve` open: the weights in bf16 with config and tokenizer.
+
+    Args:
+        kept (`dict`): checkpoint of each tensor that the model does not hold. The model is a part of that checkpoint
+            then, and the configuration is that of the whole.
+    """
+    tensors = {name: (DTYPE, bits.shape, bits) for name, bits in live_bits(live)}
+    tensors |= {name: (DTYPE, base.spec(name)[1], base.bits(name)) for name, base in kept.items()}
+    write_tensors(folder / SINGLE_FILE, tensors, {"format": "pt"})
     config = getattr(model, "config", None)
     if config is not None:
         import torch
@@ -274,3 +284,7 @@ def _save_anchor(
         generation_config.save_pretrained(folder)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
+    for base in set(kept.values()):
+        for name in base.other_files():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(base.folder / name, folder / name)

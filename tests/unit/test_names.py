@@ -76,7 +76,7 @@ def test_frozen_parameters_and_persistent_buffers_belong_to_the_state():
 def test_two_tensors_for_one_checkpoint_name_are_refused_with_both():
     model = nn.ModuleDict({"a": nn.ModuleDict({"module": nn.Linear(2, 2, bias=False)})})
     model["a"].register_parameter("weight", nn.Parameter(torch.zeros(2, 2)))
-    with pytest.raises(ModelMismatchError, match=r"a\.weight and a\.module\.weight both map to .* a\.weight"):
+    with pytest.raises(ModelMismatchError, match=r"a\.weight and a\.module\.weight both map to a\.weight"):
         live_tensors(model)
 
 
@@ -125,16 +125,6 @@ def test_sharded_parameters_are_refused(tmp_path):
 def test_several_processes_are_refused_in_one_sentence():
     with pytest.raises(SetupError, match=r"of 2 training processes is not supported yet"):
         refuse_unsupported(nn.Linear(2, 2), world_size=2)
-
-
-def test_peft_models_are_refused(tiny_model):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"))
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(SetupError, match="PEFT adapters"):
-        live_tensors(adapted)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied", "llama-tied"])
