@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from delta_wire import entropy
 from delta_wire.container import TensorFile
 from delta_wire.kernels import cpu_steps
 from delta_wire.state import Delta, TensorDelta, TensorSpec, TensorTable
@@ -86,38 +87,22 @@ def synthetic(num_params: int, std: float, density: float, seed: int, num_tensor
     return Update(f"std {std:g}, density {density:g}", table, old, delta)
 
 
-def _line(bits: np.ndarray) -> np.ndarray:
-    return (bits ^ np.where(bits & 0x8000, 0x7FFF, 0)).astype(np.uint16)
-
-
 def steps(part: TensorDelta) -> np.ndarray:
     """Steps on the monotone bf16 line, modulo 2^16; checked against the product's own form."""
-    assert part.old is not None
-    step = _line(part.new) - _line(part.old)
+    found = entropy.steps_of(part)
+    assert part.old is not None and found is not None
+    step = found.view(np.uint16)
     again = np.empty_like(step)
     cpu_steps.apply_steps(part.old, step, again)
     assert np.array_equal(again, part.new)
     return step
 
 
-def _binary_entropy_bits(n: np.ndarray, k: np.ndarray) -> float:
-    inside = (k > 0) & (k < n)
-    n, k = n[inside].astype(np.float64), k[inside].astype(np.float64)
-    p = k / n
-    return float(-(n * (p * np.log2(p) + (1 - p) * np.log2(1 - p))).sum())
-
-
-def _order0_bits(values: np.ndarray) -> float:
-    counts = np.unique(values, return_counts=True)[1]
-    return float(-(counts * np.log2(counts / values.size)).sum()) if values.size else 0.0
-
-
 def floor_bytes(update: Update) -> float:
     """Binary entropy of the positions per tensor plus order-0 entropy of the step."""
-    n = np.array([spec.num_elements for spec in update.table.values()])
-    k = np.array([update.delta[name].num_changed if name in update.delta else 0 for name in update.table])
-    all_steps = np.concatenate([steps(part) for part in update.delta.values()])
-    return (_binary_entropy_bits(n, k) + _order0_bits(all_steps)) / 8
+    found = entropy.floor_bytes(update.delta, update.table)
+    assert found is not None
+    return found
 
 
 def context_floor_bytes(update: Update) -> float:
@@ -127,8 +112,8 @@ def context_floor_bytes(update: Update) -> float:
     for name, part in update.delta.items():
         exponent = (update.old[name] >> 7) & 0xFF
         changed = exponent[part.indices]
-        positions += _binary_entropy_bits(np.bincount(exponent, minlength=256), np.bincount(changed, minlength=256))
+        positions += entropy.position_bits(np.bincount(exponent, minlength=256), np.bincount(changed, minlength=256))
         step = steps(part)
         for value in np.unique(changed):
             by_exponent.setdefault(int(value), []).append(step[changed == value])
-    return (positions + sum(_order0_bits(np.concatenate(parts)) for parts in by_exponent.values())) / 8
+    return (positions + sum(entropy.order0_bits(np.concatenate(parts)) for parts in by_exponent.values())) / 8

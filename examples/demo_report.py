@@ -14,11 +14,16 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from delta_wire.bucket import BucketReader
+from delta_wire.errors import DeltaError
+from delta_wire.fleet import Replica, from_bucket, now_unix_s
+from delta_wire.stores import open_store
 from trl_delta import DeltaSyncSession
 
 # how long a line waits for the server to acknowledge its step before it tells what is known
 PATIENCE_S = 5.0
 _POLL_S = 0.1
+_RECORD_S = 0.2
 
 
 def say(text: str) -> None:
@@ -54,11 +59,14 @@ class LiveLines(TrainerCallback):
     Args:
         session ([`DeltaSyncSession`]): of the attached callback.
         server_status (callable): what `GET /delta/status` answers.
+        log (`Path`): gets the trainer's log rows as JSON lines, for `delta-wire report --logs`.
     """
 
-    def __init__(self, session: DeltaSyncSession, server_status: Callable[[], dict[str, Any]]):
+    def __init__(self, session: DeltaSyncSession, server_status: Callable[[], dict[str, Any]], log: Path):
         self.session = session
         self._server_status = server_status
+        self._log = log
+        log.write_text("")
         self.rewards: list[float] = []
         self.staleness: list[float] = []
         self._rows: queue.Queue[dict[str, float] | None] = queue.Queue()
@@ -72,7 +80,10 @@ class LiveLines(TrainerCallback):
         if logs and "loss" in logs:
             self.rewards.append(logs.get("reward", float("nan")))
             self.staleness.append(logs.get("sample/staleness_mean", float("nan")))
-            self._rows.put({**logs, "step": state.global_step})
+            row = {**logs, "step": state.global_step}
+            with self._log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            self._rows.put(row)
 
     def close(self) -> None:
         """Print what is left."""
@@ -112,6 +123,44 @@ class LiveLines(TrainerCallback):
             f"{served:>6}  {row.get('sample/staleness_mean', float('nan')):9.2f}  "
             + (f"{pauses[-1]:.1f} ms" if pauses else "-")
         )
+
+
+class FleetRecorder:
+    """Writes down what the servers acknowledge while the demo runs, as `delta-wire watch --json` does.
+
+    Args:
+        bucket (`Path`): the bucket.
+        path (`Path`): JSON lines, for `delta-wire report --fleet`.
+    """
+
+    def __init__(self, bucket: Path, path: Path):
+        self._reader = BucketReader(open_store(bucket))
+        self._path = path
+        path.write_text("")
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._record, name="demo-fleet", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End with a last record."""
+        self._closed.set()
+        self._thread.join(PATIENCE_S)
+
+    def _record(self) -> None:
+        seen: list[Replica] = []
+        over = False
+        while not over:
+            over = self._closed.wait(_RECORD_S)
+            try:
+                replicas = from_bucket(self._reader)
+            except DeltaError:
+                # a bucket that is lost is told by trainer and server
+                continue
+            if replicas != seen or over:
+                record = {"unix_s": now_unix_s(), "servers": [replica.to_json() for replica in replicas]}
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+            seen = replicas
 
 
 def summarise(

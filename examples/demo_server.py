@@ -27,15 +27,17 @@ class DemoServer:
     Args:
         model (`Path`): checkpoint folder; also the name it is served under.
         bucket (`Path`): the bucket it follows.
-        run_dir (`Path`): folder for `server.log`; also its working folder.
+        run_dir (`Path`): folder for its log; also its working folder.
+        name (`str`, *optional*, defaults to `"server"`): of its log file, and in its acknowledgements.
     """
 
-    def __init__(self, model: Path, bucket: Path, run_dir: Path):
+    def __init__(self, model: Path, bucket: Path, run_dir: Path, name: str = "server"):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.log = run_dir / "server.log"
+        self.log = run_dir / f"{name}.log"
+        self.name = name
         self._stopping = False
         command = [
             str(Path(sys.executable).with_name("vllm")),
@@ -52,6 +54,7 @@ class DemoServer:
         env = os.environ | {
             "DELTA_SYNC_BUCKET": str(bucket),
             "DELTA_SYNC_POLL_S": "0.1",
+            "DELTA_SYNC_SERVER_ID": name,
             "VLLM_LOGGING_LEVEL": "INFO",
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
         }
@@ -76,6 +79,11 @@ class DemoServer:
                 raise SystemExit(f"demo: the server was not ready within {START_TIMEOUT_S} s; see {self.log}")
             progress(elapsed_s)
             time.sleep(1)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its first process runs."""
+        return self._process.poll() is None
 
     def require_alive(self) -> None:
         """End the demo with a sentence if the server has exited."""
@@ -104,6 +112,12 @@ class DemoServer:
     def verify(self) -> dict[str, Any]:
         """Digests of the live weights on all ranks, recomputed now by `POST /delta/verify`."""
         return json.loads(self._call("/delta/verify", method="POST", timeout_s=300))
+
+    def kill(self) -> None:
+        """What a power failure does: no process of the server gets to say anything more."""
+        self._stopping = True
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def stop(self) -> None:
         """End the server and everything it has started."""

@@ -9,8 +9,8 @@ generates the rollouts, and after every optimizer step only the changed bf16 val
 `runs/demo/bucket`. At the end the server reads its live weights back, and they must equal the trainer's in every bit.
 
 Needs: Python 3.11 or newer, the environment of `make env` (torch, trl, transformers, vllm on the CPU), 10 GB of
-memory. No GPU, no model hub. The result lies in `runs/demo/summary.json`; the exit code is 0 only if every bit is
-equal.
+memory. No GPU, no model hub. The result lies in `runs/demo/summary.json`, the trainer's log and what the server
+acknowledged beside it (`delta-wire report` draws them); the exit code is 0 only if every bit is equal.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def quiet_libraries() -> None:
 
 def train_and_compare(arguments, model: Path, bucket: Path, run_dir: Path, server, began_s: float) -> int:
     """Train, wait for the server, compare every tensor; returns the exit code."""
-    from demo_report import LiveLines, say, summarise
+    from demo_report import FleetRecorder, LiveLines, say, summarise
 
     from delta_wire.errors import DeltaError
     from trl_delta import DeltaSyncConfig, attach
@@ -96,9 +96,10 @@ def train_and_compare(arguments, model: Path, bucket: Path, run_dir: Path, serve
     trainer = make_trainer(arguments, model, run_dir, server.url)
     config = DeltaSyncConfig(delta_sync_bucket=str(bucket), delta_sync_close_timeout_s=CLOSE_TIMEOUT_S)
     session = attach(trainer, config=config).session
-    lines = LiveLines(session, server.status)
+    lines = LiveLines(session, server.status, run_dir / "log.jsonl")
     trainer.add_callback(lines)
     server.end_demo_when_it_exits()
+    fleet = FleetRecorder(bucket, run_dir / "fleet.jsonl")
     try:
         trainer.train()
     except (DeltaError, RuntimeError) as error:
@@ -110,10 +111,12 @@ def train_and_compare(arguments, model: Path, bucket: Path, run_dir: Path, serve
     last = session.publisher.durable_seq
     say(f"training has ended; the server is to serve v{last}, the newest in the bucket")
     status = wait_served(server, last)
+    fleet.close()
     unequal = compare(session, server) if status else None
     summary = summarise(lines, status, unequal, time.monotonic() - began_s, run_dir)
     problem = problem_of(session, summary, bucket, server)
     say(f"demo FAILED: {problem}" if problem else f"demo passed; summary in {run_dir / 'summary.json'}")
+    say(f"look at it: delta-wire report {bucket} --logs {run_dir / 'log.jsonl'} --fleet {run_dir / 'fleet.jsonl'}")
     return 1 if problem else 0
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,3 +137,45 @@ def tools() -> type:
     for function in (random_bits, digest_of, write_checkpoint, change, Run):
         setattr(Tools, function.__name__, function if isinstance(function, type) else staticmethod(function))
     return Tools
+
+
+class Result:
+    """What a command did; `json` is its last object if it was called with `--json`."""
+
+    def __init__(self, code: int, out: str, err: str, as_json: bool):
+        self.code, self.out, self.err = code, out, err
+        self.json = json.loads(out) if as_json else None
+
+
+@pytest.fixture
+def command(monkeypatch, capfd) -> Callable[..., Result]:
+    """Run `delta-wire` in this process, entry point and exit code included."""
+    from delta_wire.cli import main
+
+    def call(*arguments) -> Result:
+        words = ["delta-wire", *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return Result(caught.value.code, *capfd.readouterr(), as_json="--json" in words)
+
+    return call
+
+
+@pytest.fixture
+def delta_wire_process() -> Callable[..., subprocess.Popen[str]]:
+    """Start `delta-wire` in a process of its own, in the root folder."""
+
+    def start(*arguments, **options) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", "from delta_wire.cli import main; main()", *map(str, arguments)]
+        return subprocess.Popen(words, text=True, **({"cwd": "/"} | options))
+
+    return start
+
+
+@pytest.fixture
+def bucket(run: Run) -> Path:
+    """A bucket with versions 0 to 3."""
+    for _ in range(3):
+        run.publish()
+    return run.store.root

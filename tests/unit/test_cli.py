@@ -1,234 +1,222 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What every command owes its callers: exit codes, one JSON object, one line of error, quiet ends."""
+
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from delta_wire.checkpoint import Checkpoint
-from delta_wire.cli import cli, main
-from delta_wire.manifest import Ack
+from delta_wire.cli import cli
 
-ARGUMENTS = [sys.executable, "-c", "from delta_wire.cli import main; main()"]
-
-
-class Result:
-    def __init__(self, code, out, err):
-        self.code, self.out, self.err = code, out, err
-        self.json = None
-        if "--json" in sys.argv:
-            self.json = json.loads(out)
+# a call of each command that succeeds, and one that is refused; {bucket}, {tmp} and {scripts} are filled in
+SUCCESS = {
+    "log": ["{bucket}"],
+    "inspect": ["{bucket}@2"],
+    "verify": ["{bucket}"],
+    "checkout": ["{bucket}@latest", "{tmp}/out"],
+    "diff": ["{bucket}@1", "{bucket}@3"],
+    "watch": ["{bucket}", "--once"],
+    "doctor": ["{bucket}"],
+    "report": ["{bucket}", "--output", "{tmp}/report"],
+    "bench": ["extract", "--dir", "{scripts}"],
+    "completion": ["bash"],
+}
+REFUSED = {
+    "log": ["{tmp}/nowhere"],
+    "inspect": ["{bucket}@99"],
+    "verify": ["{tmp}/nowhere"],
+    "checkout": ["{bucket}@99", "{tmp}/out"],
+    "diff": ["{bucket}@1", "{bucket}@99"],
+    "watch": ["{tmp}/nowhere", "--once"],
+    "doctor": ["{tmp}/nowhere"],
+    "report": ["{tmp}/nowhere"],
+    "bench": ["payload", "--dir", "{scripts}"],
+}
+WRONG = {
+    "log": ["{bucket}", "--limit", "-1"],
+    "inspect": [],
+    "verify": ["{bucket}", "--base", "{tmp}/nowhere"],
+    "checkout": ["{bucket}", "{tmp}/out"],
+    "diff": ["{bucket}@1"],
+    "watch": [],
+    "doctor": ["--serve", "'"],
+    "report": ["{bucket}", "--limit", "0"],
+    "bench": ["nothing"],
+    "completion": ["tcsh"],
+}
+# keys of each command's object and the types of their values
+SCHEMA = {
+    "log": {"bucket": str, "run": str, "versions": list},
+    "inspect": {
+        "version": str,
+        "seq": int,
+        "changed_frac": float,
+        "delta_bytes": int,
+        "encoding": str,
+        "tensors": list,
+    },
+    "verify": {"bucket": str, "ok": bool, "versions": list},
+    "checkout": {"version": str, "digest": str, "folder": str},
+    "diff": {"a": str, "b": str, "equal": bool, "num_params": int, "changed_params": int, "tensors": list},
+    "watch": {"unix_s": float, "servers": list},
+    "doctor": {"ok": bool, "findings": list},
+    "report": {"page": str, "pictures": dict, "data": dict},
+    "bench": {"results": dict, "failed": dict},
+    "completion": {"shell": str, "script": str},
+}
 
 
 @pytest.fixture
-def command(monkeypatch, capfd):
-    def call(*arguments) -> Result:
-        monkeypatch.setattr(sys, "argv", ["delta-wire", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        return Result(caught.value.code, *capfd.readouterr())
+def fill(bucket, run, tmp_path):
+    """The arguments of a call, with a fleet in the bucket and a folder of benchmarks."""
+    from delta_wire.manifest import Ack
 
-    return call
+    run.reader().write_ack(Ack("server-1", run.writer.version, run.writer.digest, "serving", None, 2.0, 1.0))
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    numbers = {"135M": {"ours_s": 0.1, "speedup_vs_blog": 8.0, "copy_s": 0.05}}
+    (scripts / "extract.py").write_text(f"print('starting')\nprint('''{json.dumps(numbers)}''')\n")
+    (scripts / "payload.py").write_text("raise SystemExit('payload: no memory')\n")
 
+    def arguments(calls, name):
+        return [word.format(bucket=bucket, tmp=tmp_path, scripts=scripts) for word in calls[name]]
 
-@pytest.fixture
-def bucket(run):
-    for _ in range(3):
-        run.publish()
-    return run.store.root
-
-
-def test_log(command, bucket, run):
-    result = command("log", bucket, "--json")
-    assert result.code == 0 and result.err == ""
-    assert [version["seq"] for version in result.json["versions"]] == [3, 2, 1, 0]
-    newest, oldest = result.json["versions"][0], result.json["versions"][-1]
-    assert newest["step"] == run.seed and newest["changed_params"] == 9 and newest["anchor"] is None
-    assert newest["changed_frac"] == 9 / run.table.num_params
-    assert newest["delta_bytes"] == (bucket / run.reader().latest().delta.objects[0].key).stat().st_size
-    assert newest["full_bytes"] == run.table.full_bytes and newest["age_s"] >= 0
-    assert oldest["anchor"] == str(run.base) and oldest["delta_bytes"] is None
-    assert len(command("log", bucket, "--json", "--limit", 2).json["versions"]) == 2
-    assert len(command("log", bucket, "--json", "--limit", 0).json["versions"]) == 4
-    text = command("log", bucket)
-    lines = text.out.splitlines()
-    assert text.code == 0 and lines[0] == f"{bucket}: run {run.writer.version.run}"
-    assert lines[1].split()[:4] == ["version", "step", "changed", "delta"]
-    assert lines[2].split()[0] == str(run.writer.version) and str(run.base) in lines[-1]
+    return arguments
 
 
-def test_log_of_an_empty_bucket(command, tmp_path):
-    result = command("log", tmp_path, "--json")
-    assert result.code == 0 and result.json == {"bucket": str(tmp_path), "run": None, "versions": []}
-    result = command("log", tmp_path)
-    assert result.code == 0 and result.out == "" and "nothing has been published yet" in result.err
+def test_the_tables_of_this_file_know_every_command():
+    # gc deletes, and has tests of its own
+    assert set(cli.commands) - {"gc"} == set(SUCCESS) == set(WRONG) == set(SCHEMA)
 
 
-def test_log_of_a_shortened_chain(command, bucket, run):
-    from delta_wire.manifest import manifest_key
-
-    run.store.delete([manifest_key(0), manifest_key(1)])
-    result = command("log", bucket, "--json")
-    assert result.code == 0 and [version["seq"] for version in result.json["versions"]] == [3, 2]
-    assert "older versions have been removed" in result.err
+@pytest.mark.parametrize("name", SUCCESS)
+def test_success(command, fill, name):
+    result = command(name, *fill(SUCCESS, name))
+    assert result.code == 0 and result.out.strip() and "error" not in result.err
 
 
-def test_inspect_a_run(command, bucket, run):
-    run.reader().write_ack(Ack("server-1", run.writer.version, run.writer.digest, "degraded", "disk full", 2.0, 1.0))
-    value = command("inspect", bucket, "--json").json
-    assert value["run"] == run.writer.version.run and value["latest"]["digest"] == str(run.writer.digest)
-    assert value["model"]["tensors"] == 3 and value["model"]["num_params"] == run.table.num_params
-    assert value["restart_point"]["seq"] == 0
-    assert value["servers"][0]["server"] == "server-1" and value["servers"][0]["reason"] == "disk full"
-    text = command("inspect", bucket)
-    assert text.code == 0 and "server-1 degraded" in text.out and str(run.writer.digest) in text.out
+@pytest.mark.parametrize("name", SUCCESS)
+def test_json(command, fill, name):
+    result = command(name, *fill(SUCCESS, name), "--json")
+    assert result.code == 0 and result.out.count("\n") == 1
+    for key, kind in SCHEMA[name].items():
+        assert type(result.json[key]) is kind, key
 
 
-def test_inspect_a_version(command, bucket, run):
-    name = str(run.reader().manifest(2).version)
-    for version in ("2", name, "000000000002"):
-        value = command("inspect", f"{bucket}@{version}", "--json").json
-        assert value["version"] == name
-        assert [tensor["listed"] for tensor in value["tensors"]] == [3, 3, 3]
-    assert command("inspect", f"{bucket}@latest", "--json").json["seq"] == 3
-    assert command("inspect", f"{bucket}@0", "--json").json["tensors"] == []
-    text = command("inspect", f"{bucket}@2")
-    assert text.code == 0 and "layer.0.norm.weight" in text.out
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_one_object_and_one_line(command, fill, name):
+    result = command(name, *fill(REFUSED, name))
+    assert result.code == 1 and "Traceback" not in result.err
+    result = command(name, *fill(REFUSED, name), "--json")
+    assert result.code == 1
+    if name == "doctor":
+        assert result.json["ok"] is False
+    elif name == "bench":
+        assert "payload.py ended with exit code 1" in result.json["failed"]["payload"]
+    else:
+        message = result.json["error"]["message"]
+        assert result.json["error"]["type"].endswith("Error") and result.err == f"error: {message}\n"
 
 
-@pytest.mark.parametrize("version", ["4", "999", "wrong-1-2", "{run}-9-2"])
-def test_versions_that_are_not_there(command, bucket, run, version):
-    version = version.format(run=run.writer.version.run)
-    result = command("inspect", f"{bucket}@{version}", "--json")
-    assert result.code == 1 and f"there is no version {version}" in result.json["error"]["message"]
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_usage_is_told_on_both_outputs(command, fill, name):
+    result = command(name, *fill(WRONG, name))
+    assert result.code == 2 and result.out == "" and "Usage: delta-wire" in result.err
+    result = command(name, *fill(WRONG, name), "--json")
+    assert result.code == 2 and result.json["error"]["message"] and result.out.count("\n") == 1
+    assert "Usage: delta-wire" in result.err
 
 
-def test_verify(command, bucket, run):
-    result = command("verify", bucket, "--json")
-    assert result.code == 0 and result.json["ok"] is True
-    assert [version["checks"] for version in result.json["versions"]] == [
-        ["anchor"],
-        ["delta"],
-        ["delta"],
-        ["delta", "state"],
-    ]
-    text = command("verify", bucket)
-    assert text.code == 0 and text.out.count("ok ") == 4 and "4 of 4 versions proven" in text.err
-    path = bucket / run.reader().manifest(2).delta.objects[0].key
-    path.write_bytes(path.read_bytes()[:-2])
-    result = command("verify", bucket, "--json")
-    assert result.code == 1 and result.json["ok"] is False
-    assert [version["ok"] for version in result.json["versions"]] == [True, True, False, False]
-    assert path.name in result.json["versions"][2]["reason"]
-    text = command("verify", bucket)
-    assert text.code == 1 and text.out.count("FAILED") == 2 and path.name in text.err
-
-
-def test_checkout(command, bucket, run, tmp_path):
-    result = command("checkout", f"file://{bucket}@latest", tmp_path / "out", "--json")
-    assert result.code == 0 and result.json == {
-        "version": str(run.writer.version),
-        "digest": str(run.writer.digest),
-        "folder": str(tmp_path / "out"),
-    }
-    assert Checkpoint(tmp_path / "out").digest() == run.writer.digest
-    text = command("checkout", f"{bucket}@1", tmp_path / "one")
-    assert text.code == 0 and text.out.strip() == str(tmp_path / "one") and "proven" in text.err
-    again = command("checkout", f"{bucket}@1", tmp_path / "one", "--json")
-    assert again.code == 1 and again.json["error"]["type"] == "SetupError"
-    assert json.loads(again.err) == again.json
-    copy = command("checkout", f"{bucket}@2", tmp_path / "two", "--base", tmp_path / "one")
-    assert copy.code == 1 and "its weights are others" in copy.err
-
-
-def test_a_folder_with_an_at_in_its_name(command, bucket, tmp_path):
-    bucket.rename(tmp_path / "bucket@3")
-    assert len(command("inspect", tmp_path / "bucket@3", "--json").json["model"]) == 4
-    assert command("inspect", f"{tmp_path}/bucket@3@1", "--json").json["seq"] == 1
-
-
-@pytest.mark.parametrize("name", ["log", "inspect", "verify"])
-def test_errors_are_one_line_and_one_object(command, tmp_path, name):
-    result = command(name, tmp_path / "nowhere")
-    assert (
-        result.code == 1 and result.out == "" and result.err.startswith("error: ") and "no such folder" in result.err
-    )
-    assert result.err.count("\n") == 1
-    result = command(name, tmp_path / "nowhere", "--json")
-    assert result.code == 1 and result.json["error"]["type"] == "BucketNotFoundError"
-    assert json.loads(result.err) == result.json
-    result = command(name, "hf://buckets/a/b", "--json")
-    assert result.code == 1 and "not supported yet" in result.json["error"]["message"]
-    (tmp_path / "LATEST").write_bytes(b'{"format":7}')
-    result = command(name, tmp_path, "--json")
-    assert result.code == 1 and result.json["error"]["type"] == "UnsupportedFormatError"
-
-
-def test_usage(command, bucket, tmp_path):
-    for arguments in (
-        [],
-        ["nothing"],
-        ["log"],
-        ["log", bucket, "--limit", "-1"],
-        ["checkout", bucket, tmp_path / "x"],
-    ):
-        result = command(*arguments)
-        assert result.code in (0, 2) and ("Usage" in result.err or "Usage" in result.out)
-        assert result.code == 2 or not arguments
-    assert "expected BUCKET@VERSION" in command("checkout", bucket, tmp_path / "x").err
-    assert command("--version").out.startswith("delta-wire")
-    for name in cli.commands:
-        assert command(name, "--help").code == 0
-
-
-def run_process(*arguments, **options):
-    return subprocess.run([*ARGUMENTS, *map(str, arguments)], cwd="/", timeout=60, **options)
-
-
-def test_a_closed_pipe_is_no_traceback(bucket):
+@pytest.mark.parametrize("name", SUCCESS)
+def test_a_closed_pipe_is_no_traceback(delta_wire_process, fill, name):
     read, write = os.pipe()
     os.close(read)
     try:
-        for arguments in (["log", bucket], ["verify", bucket, "--json"], ["--help"]):
-            done = run_process(*arguments, stdout=write, stderr=subprocess.PIPE, text=True)
-            assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr and done.returncode in (0, 1)
+        process = delta_wire_process(name, *fill(SUCCESS, name), "--json", stdout=write, stderr=subprocess.PIPE)
+        _, err = process.communicate(timeout=120)
     finally:
         os.close(write)
+    assert process.returncode == 1 and "Traceback" not in err and "BrokenPipe" not in err and "Exception" not in err
 
 
-def test_a_full_disk_behind_standard_output(bucket):
+@pytest.mark.parametrize(
+    "arguments", [["log", "{bucket}"], ["log", "{bucket}", "--json"], ["log", "/nowhere", "--json"]]
+)
+def test_a_full_disk_behind_standard_output_is_one_line(delta_wire_process, bucket, arguments):
     with open("/dev/full", "w") as full:
-        done = run_process("log", bucket, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "No space left" in done.stderr
+        words = [word.format(bucket=bucket) for word in arguments]
+        process = delta_wire_process(*words, stdout=full, stderr=subprocess.PIPE)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "No space left" in err
+    assert "Traceback" not in err and "Exception ignored" not in err and err.count("error:") == 1
 
 
-def test_interrupt(tmp_path):
-    """A pipe in place of the pointer's folder would hang a careless reader; here a slow store stands for it."""
-    code = (
-        "import time, delta_wire.stores.local as l; l.LocalStore.get = lambda *_: (print('ready', flush=True), "
-        "time.sleep(60)); from delta_wire.cli import main; main()"
+def test_usage_of_the_whole(command, bucket):
+    assert command("--version").out.startswith("delta-wire, version")
+    assert "Usage" in command().err
+    result = command("nothing", "--json")
+    assert result.code == 2 and "nothing" in result.json["error"]["message"]
+    for name in cli.commands:
+        text = command(name, "--help").out
+        assert "Example" in text and text.startswith("Usage: delta-wire"), name
+
+
+def test_checkout_does_not_take_an_empty_name_for_this_folder(command, bucket, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    result = command("checkout", f"{bucket}@latest", "", "--json")
+    assert result.code == 2 and "FOLDER is empty" in result.json["error"]["message"]
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["log", "--follow"], ["watch"]])
+def test_an_interrupt_is_one_word(delta_wire_process, bucket, arguments):
+    name, *options = arguments
+    process = delta_wire_process(name, bucket, *options, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # it has begun
+    assert process.stdout.readline().startswith("{")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err.strip() == "interrupted"
+
+
+def test_following_goes_on_into_a_closed_pipe_quietly(delta_wire_process, bucket, run):
+    process = delta_wire_process(
+        "log", bucket, "--follow", "--interval", 0.1, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, "log", str(tmp_path)],
-        cwd="/",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    time.sleep(0.1)
-    child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=30)
-    assert child.returncode == 130 and "interrupted" in err and "Traceback" not in err
+    process.stdout.readline()
+    process.stdout.close()
+    # the next version has nowhere to go
+    run.publish()
+    assert process.wait(60) == 1
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_name_the_command(command, shell):
+    result = command("completion", shell)
+    assert result.code == 0 and "_DELTA_WIRE_COMPLETE" in result.out and "delta-wire" in result.out
+
+
+def test_completion_completes(delta_wire_process):
+    environment = os.environ | {
+        "_DELTA_WIRE_COMPLETE": "bash_complete",
+        "COMP_WORDS": "delta-wire ver",
+        "COMP_CWORD": "1",
+    }
+    process = delta_wire_process(env=environment, stdout=subprocess.PIPE)
+    out, _ = process.communicate(timeout=60)
+    assert out.split() == ["plain,verify"]
 
 
 def test_help_does_not_load_numpy():
     code = (
         "import sys, contextlib\nimport delta_wire.cli as c\nsys.argv = ['delta-wire', '--help']\n"
         "with contextlib.suppress(SystemExit):\n    c.main()\n"
-        "assert not {'numpy', 'numba', 'torch'} & set(sys.modules)"
+        "assert not {'numpy', 'numba', 'torch', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd="/", check=True, timeout=60, stdout=subprocess.DEVNULL)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share: options, exit codes, how addresses are read and results printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from delta_wire.errors import FormatError, SetupError
+
+if TYPE_CHECKING:
+    from delta_wire.bucket import BucketReader
+    from delta_wire.manifest import Manifest
+
+EXIT_REFUSED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+# what takes longer than this shows how far it is
+PATIENCE_S = 2.0
+_VERSION = re.compile(r"latest|[0-9]{1,12}|[A-Za-z0-9]{1,64}-[0-9]{1,15}-[0-9]{1,12}")
+_Item = TypeVar("_Item")
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Write one JSON object to standard output.")
+lines_option = click.option("--json", "as_json", is_flag=True, help="Write JSON; one object a line while following.")
+base_option = click.option(
+    "--base",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A copy of the checkpoint that the run started from, if the place the bucket names is not on this machine.",
+)
+
+
+def open_reader(address: str) -> BucketReader:
+    """A reader of the bucket at an address."""
+    from delta_wire.bucket import BucketReader
+    from delta_wire.stores import open_store
+
+    return BucketReader(open_store(address))
+
+
+def split(bucket: str) -> tuple[str, str | None]:
+    """Cut `BUCKET@VERSION` into both; the version is `None` if there is none."""
+    address, at, version = bucket.rpartition("@")
+    # a folder's own name may contain an @
+    if not at or not address or not _VERSION.fullmatch(version) or os.path.isdir(bucket):
+        return bucket, None
+    return address, version
+
+
+def newest(reader: BucketReader) -> Manifest:
+    """Manifest of the newest version; [`SetupError`] if nothing has been published yet."""
+    latest = reader.latest()
+    if latest is None:
+        raise SetupError(f"{reader.store.url}: nothing has been published yet")
+    return latest
+
+
+def find(reader: BucketReader, version: str) -> Manifest:
+    """A version on the chain that ends at the newest; manifests that no reader would follow are not found."""
+    latest = newest(reader)
+    if version == "latest":
+        return latest
+    seq = int(version.rpartition("-")[2])
+    for manifest in reader.walk(latest):
+        if manifest.version.seq == seq and (version.isdecimal() or version == str(manifest.version)):
+            return manifest
+        if manifest.version.seq <= seq:
+            break
+    raise FormatError(
+        f"{reader.store.url}: there is no version {version} in the run; the newest is {latest.version} "
+        f"(delta-wire log {reader.store.url})"
+    )
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One line, written at once."""
+    click.echo(json.dumps(value))
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    """Columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        click.echo(format_row(row, widths))
+
+
+def format_row(row: list[str], widths: list[int]) -> str:
+    """One line of a table."""
+    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def say(text: str) -> None:
+    """A message; never part of the data."""
+    click.echo(text, err=True)
+
+
+class Progress:
+    """How far a loop is, on a terminal's standard error, from [`PATIENCE_S`] after its start.
+
+    Args:
+        label (`str`): what is being done.
+        total (`int`, *optional*): number of steps, if it is known.
+    """
+
+    def __init__(self, label: str, total: int | None = None):
+        self._label = label
+        self._total = total
+        self._done = 0
+        self._began_s = time.monotonic()
+        self._shown = 0
+
+    def step(self, num: int = 1) -> None:
+        """So many steps more are done."""
+        self._done += num
+        elapsed_s = time.monotonic() - self._began_s
+        if elapsed_s < PATIENCE_S or not sys.stderr.isatty():
+            return
+        text = f"{self._label} {self._done}"
+        if self._total:
+            filled = min(24, 24 * self._done // self._total)
+            left_s = elapsed_s * max(0, self._total - self._done) / self._done
+            text = f"{self._label} [{'#' * filled:<24}] {self._done}/{self._total}, {left_s:.0f} s left"
+        click.echo("\r" + text.ljust(self._shown), nl=False, err=True)
+        self._shown = len(text)
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            click.echo("\r" + " " * self._shown + "\r", nl=False, err=True)
+            self._shown = 0
+
+
+@contextmanager
+def progress(label: str, total: int | None = None) -> Iterator[Progress]:
+    """A [`Progress`] whose line is gone at the end, however that comes."""
+    shown = Progress(label, total)
+    try:
+        yield shown
+    finally:
+        shown.clear()
+
+
+def tracked(items: Iterable[_Item], label: str, total: int | None = None) -> Iterator[_Item]:
+    """The items of a loop, counted by a [`Progress`] as they are finished."""
+    with progress(label, total) as shown:
+        for item in items:
+            yield item
+            shown.step()

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`delta-wire verify`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from delta_wire.commands.common import (
+    EXIT_REFUSED,
+    base_option,
+    json_option,
+    open_reader,
+    print_json,
+    say,
+    tracked,
+)
+
+
+@click.command()
+@click.argument("bucket")
+@base_option
+@json_option
+def verify(bucket: str, base: Path | None, as_json: bool) -> None:
+    """Replay the run from its oldest restart point and recompute every digest; exit code 1 if one is wrong.
+
+    \b
+    Example: delta-wire verify runs/demo/bucket
+    """
+    from delta_wire.replay import verify as replay
+
+    reader = open_reader(bucket)
+    checks = []
+    for check in tracked(replay(reader, base), "proving version"):
+        checks.append(check)
+        if not as_json:
+            click.echo(f"{'ok    ' if check.ok else 'FAILED'} {check.version or check.seq} {' '.join(check.checks)}")
+            if check.reason:
+                say(f"       {check.reason}")
+    failed = [check for check in checks if not check.ok]
+    if as_json:
+        print_json({"bucket": reader.store.url, "ok": not failed, "versions": [asdict(check) for check in checks]})
+    else:
+        say(f"{len(checks) - len(failed)} of {len(checks)} versions proven")
+    if failed:
+        raise click.exceptions.Exit(EXIT_REFUSED)

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each command of `delta-wire` says."""
+
+import http.server
+import json
+import subprocess
+import threading
+
+import pytest
+
+from delta_wire.checkpoint import Checkpoint
+from delta_wire.commands.common import PATIENCE_S, Progress
+from delta_wire.manifest import Ack, manifest_key
+
+
+def test_log(command, bucket, run):
+    result = command("log", bucket, "--json")
+    assert [version["seq"] for version in result.json["versions"]] == [3, 2, 1, 0]
+    newest, oldest = result.json["versions"][0], result.json["versions"][-1]
+    assert newest["step"] == run.seed and newest["changed_params"] == 9 and newest["anchor"] is None
+    assert newest["changed_frac"] == 9 / run.table.num_params
+    assert newest["delta_bytes"] == (bucket / run.reader().latest().delta.objects[0].key).stat().st_size
+    assert newest["full_bytes"] == run.table.full_bytes and newest["age_s"] >= 0
+    assert oldest["anchor"] == str(run.base) and oldest["delta_bytes"] is None
+    assert len(command("log", bucket, "--json", "--limit", 2).json["versions"]) == 2
+    assert len(command("log", bucket, "--json", "--limit", 0).json["versions"]) == 4
+    lines = command("log", bucket).out.splitlines()
+    assert lines[0] == f"{bucket}: run {run.writer.version.run}"
+    assert lines[1].split()[:4] == ["version", "step", "changed", "delta"]
+    assert lines[2].split()[0] == str(run.writer.version) and str(run.base) in lines[-1]
+
+
+def test_log_of_an_empty_bucket(command, tmp_path):
+    result = command("log", tmp_path, "--json")
+    assert result.code == 0 and result.json == {"bucket": str(tmp_path), "run": None, "versions": []}
+    result = command("log", tmp_path)
+    assert result.code == 0 and result.out == "" and "nothing has been published yet" in result.err
+
+
+def test_log_of_a_shortened_chain(command, bucket, run):
+    run.store.delete([manifest_key(0), manifest_key(1)])
+    result = command("log", bucket, "--json")
+    assert result.code == 0 and [version["seq"] for version in result.json["versions"]] == [3, 2]
+    assert "older versions have been removed" in result.err
+
+
+def test_log_follows(delta_wire_process, bucket, run):
+    process = delta_wire_process(
+        "log", bucket, "--follow", "--json", "--limit", 2, "--interval", 0.1, stdout=subprocess.PIPE
+    )
+    try:
+        seqs = [json.loads(process.stdout.readline())["seq"] for _ in range(2)]
+        for _ in range(3):
+            run.publish()
+        seqs += [json.loads(process.stdout.readline())["seq"] for _ in range(3)]
+    finally:
+        process.kill()
+        process.communicate()
+    assert seqs == [2, 3, 4, 5, 6]
+
+
+def test_log_follows_through_an_outage(delta_wire_process, bucket, run, tmp_path):
+    process = delta_wire_process(
+        "log", bucket, "--follow", "--limit", 1, "--interval", 0.1, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert process.stdout.readline().split()[0] == "version"
+        assert process.stdout.readline().split()[0].endswith("-3")
+        bucket.rename(tmp_path / "away")
+        assert process.stderr.readline().startswith(f"waiting: {bucket}: there is no such folder")
+        (tmp_path / "away").rename(bucket)
+        run.publish()
+        assert process.stdout.readline().split()[0].endswith("-4")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_inspect_a_run(command, bucket, run):
+    run.reader().write_ack(Ack("server-1", run.writer.version, run.writer.digest, "degraded", "disk full", 2.0, 1.0))
+    value = command("inspect", bucket, "--json").json
+    assert value["run"] == run.writer.version.run and value["latest"]["digest"] == str(run.writer.digest)
+    assert value["model"]["tensors"] == 3 and value["model"]["num_params"] == run.table.num_params
+    assert value["restart_point"]["seq"] == 0
+    assert value["servers"][0]["server"] == "server-1" and value["servers"][0]["reason"] == "disk full"
+    text = command("inspect", bucket)
+    assert text.code == 0 and "server-1 degraded" in text.out and str(run.writer.digest) in text.out
+    assert command("inspect", bucket, "--plot", "x.png").code == 2
+
+
+def test_inspect_a_version(command, bucket, run):
+    name = str(run.reader().manifest(2).version)
+    for version in ("2", name, "000000000002"):
+        value = command("inspect", f"{bucket}@{version}", "--json").json
+        assert value["version"] == name and value["encoding"] == "plain"
+        assert [tensor["listed"] for tensor in value["tensors"]] == [3, 3, 3]
+        # an index of 32 bits and 16 bits of value
+        assert [tensor["bits_per_change"] for tensor in value["tensors"]] == [48, 48, 48]
+        assert [tensor["form"] for tensor in value["tensors"]] == ["values"] * 3
+        assert [sum(tensor["steps"].values()) for tensor in value["tensors"]] == [3, 3, 3]
+    assert command("inspect", f"{bucket}@latest", "--json").json["seq"] == 3
+    assert command("inspect", f"{bucket}@0", "--json").json["tensors"] == []
+    text = command("inspect", f"{bucket}@2")
+    assert text.code == 0 and "layer.0.norm.weight" in text.out and "steps     in neighbouring" in text.out
+
+
+@pytest.mark.parametrize("encoding", ["packed", "context"])
+def test_inspect_counts_the_steps_of_every_encoding(command, run, encoding, tmp_path):
+    """A change of known steps: two of one neighbour, one of three, in a tensor of its own."""
+    import numpy as np
+
+    from delta_wire.entropy import on_line
+    from delta_wire.state import TensorDelta, change_of_digest
+
+    name = "layer.0.proj.weight"
+    flat = run.bits[name].reshape(-1)
+    indices = np.array([5, 70, 90], dtype=np.int32)
+    old = flat[indices].copy()
+    before = {key: value.copy() for key, value in run.bits.items()}
+    flat[indices] = on_line(on_line(old) + np.array([1, 65535, 3], dtype=np.uint16))
+    delta = {name: TensorDelta(name, indices, flat[indices].copy(), old)}
+    run.writer.publish(
+        delta,
+        digest=run.writer.digest + change_of_digest(delta),
+        step=1,
+        encoding=encoding,
+        old_bits=before.__getitem__,
+    )
+    (tensor,) = command("inspect", f"{run.store.root}@1", "--json").json["tensors"]
+    assert tensor["name"] == name and tensor["form"] == "steps"
+    assert tensor["steps"] == {"1": 2, "2": 0, "3-4": 1, "5-8": 0, "9-16": 0, "17-64": 0, ">64": 0}
+    assert 0 < tensor["bits_per_change"] < 8 * 300
+
+
+def test_inspect_without_the_base_says_what_it_does_not_know(command, bucket, run):
+    import shutil
+
+    shutil.rmtree(run.base)
+    value = command("inspect", f"{bucket}@2", "--json").json
+    assert [tensor["steps"] for tensor in value["tensors"]] == [None] * 3
+    assert [tensor["bits_per_change"] for tensor in value["tensors"]] == [48, 48, 48]
+
+
+def test_inspect_draws(command, bucket, tmp_path):
+    result = command("inspect", f"{bucket}@2", "--plot", tmp_path / "two.png")
+    assert result.code == 0 and (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
+    result = command("inspect", f"{bucket}@0", "--plot", tmp_path / "none.png", "--json")
+    assert result.code == 1 and "no delta" in result.json["error"]["message"]
+    result = command("inspect", f"{bucket}@2", "--plot", tmp_path / "two.bmpx", "--json")
+    assert result.code == 1 and "two.bmpx" in result.json["error"]["message"]
+
+
+@pytest.mark.parametrize("version", ["4", "999", "wrong-1-2", "{run}-9-2"])
+def test_versions_that_are_not_there(command, bucket, run, version):
+    version = version.format(run=run.writer.version.run)
+    result = command("inspect", f"{bucket}@{version}", "--json")
+    assert result.code == 1 and f"there is no version {version}" in result.json["error"]["message"]
+
+
+def test_verify(command, bucket, run):
+    result = command("verify", bucket, "--json")
+    assert result.code == 0 and result.json["ok"] is True
+    assert [version["checks"] for version in result.json["versions"]] == [
+        ["anchor"],
+        ["delta"],
+        ["delta"],
+        ["delta", "state"],
+    ]
+    text = command("verify", bucket)
+    assert text.code == 0 and text.out.count("ok ") == 4 and "4 of 4 versions proven" in text.err
+    path = bucket / run.reader().manifest(2).delta.objects[0].key
+    path.write_bytes(path.read_bytes()[:-2])
+    result = command("verify", bucket, "--json")
+    assert result.code == 1 and result.json["ok"] is False
+    assert [version["ok"] for version in result.json["versions"]] == [True, True, False, False]
+    assert path.name in result.json["versions"][2]["reason"]
+    text = command("verify", bucket)
+    assert text.code == 1 and text.out.count("FAILED") == 2 and path.name in text.err
+
+
+def test_checkout(command, bucket, run, tmp_path):
+    result = command("checkout", f"file://{bucket}@latest", tmp_path / "out", "--json")
+    assert result.code == 0 and result.json == {
+        "version": str(run.writer.version),
+        "digest": str(run.writer.digest),
+        "folder": str(tmp_path / "out"),
+    }
+    assert Checkpoint(tmp_path / "out").digest() == run.writer.digest
+    text = command("checkout", f"{bucket}@1", tmp_path / "one")
+    assert text.code == 0 and text.out.strip() == str(tmp_path / "one") and "proven" in text.err
+    again = command("checkout", f"{bucket}@1", tmp_path / "one", "--json")
+    assert again.code == 1 and again.json["error"]["type"] == "SetupError"
+    copy = command("checkout", f"{bucket}@2", tmp_path / "two", "--base", tmp_path / "one")
+    assert copy.code == 1 and "its weights are others" in copy.err
+
+
+def test_diff(command, bucket, run, tmp_path):
+    value = command("diff", f"{bucket}@1", f"{bucket}@1", "--json").json
+    assert value["equal"] and value["changed_params"] == 0 and value["tensors"] == []
+    assert command("diff", f"{bucket}@1", f"{bucket}@1").out.startswith("equal in all")
+    value = command("diff", f"{bucket}@0", run.base, "--json").json
+    assert value["equal"], "version 0 is the base"
+    value = command("diff", run.base, f"{bucket}@1", "--json").json
+    assert value["changed_params"] == 9 and [tensor["changed"] for tensor in value["tensors"]] == [3, 3, 3]
+    assert sum(value["tensors"][0]["steps"].values()) == 3
+    assert command("diff", run.base, tmp_path / "nowhere").code == 2
+
+
+def test_diff_of_two_models_is_refused_by_name(command, bucket, tools, tmp_path):
+    bits = tools.random_bits()
+    del bits["layer.0.norm.weight"]
+    other = tools.write_checkpoint(tmp_path / "other-model", bits)
+    result = command("diff", f"{bucket}@1", other, "--json")
+    assert result.code == 1 and "layer.0.norm.weight" in result.json["error"]["message"]
+
+
+def test_watch_reads_acknowledgements(command, bucket, run):
+    result = command("watch", bucket, "--once")
+    assert result.code == 1 and "no server has said anything yet" in result.err
+    reader = run.reader()
+    created_unix_s = reader.latest().created_unix_s
+    reader.write_ack(Ack("a", run.writer.version, run.writer.digest, "serving", None, 2.5, created_unix_s + 1))
+    assert command("watch", bucket, "--once").code == 0
+    old = reader.manifest(1)
+    reader.write_ack(Ack("b", old.version, old.digest, "serving", None, 2.5, old.created_unix_s + 0.5))
+    result = command("watch", bucket, "--once", "--json")
+    assert result.code == 1, "b is two versions behind"
+    first, second = result.json["servers"]
+    assert (first["lag_versions"], first["latency_s"], first["pause_ms"]) == (0, 1.0, 2.5)
+    assert (second["lag_versions"], second["latency_s"], second["seq"]) == (2, 0.5, 1)
+    assert command("watch", bucket, "--once", "--max-lag", 2).code == 0
+    reader.write_ack(Ack("a", run.writer.version, run.writer.digest, "degraded", "disk full", 2.5, created_unix_s))
+    result = command("watch", bucket, "--once", "--max-lag", 2)
+    assert result.code == 1 and "a: disk full" in result.err
+    assert command("watch", bucket, "http://127.0.0.1:9").code == 2
+
+
+@pytest.fixture
+def server():
+    """Something that answers as a server of vLLM does, with and without the extension."""
+    status = {"state": "serving", "server": "one", "version": "r-1-3", "seq": 3, "lag_versions": 0, "pauses_ms": [4.0]}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            known = self.path == "/delta/status"
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(status).encode() if known else b"{}")
+
+        def log_message(self, *arguments):
+            pass
+
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{httpd.server_port}", status
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def test_watch_asks_servers(command, server):
+    url, status = server
+    result = command("watch", url, "--once", "--json")
+    assert result.code == 0
+    assert result.json["servers"][0] | {"server": "one", "seq": 3, "pause_ms": 4.0} == result.json["servers"][0]
+    result = command("watch", url, f"{url}/other", "http://127.0.0.1:9", "--once")
+    assert result.code == 1 and result.out.count("unreachable") == 2
+    assert "--worker-extension-cls vllm_delta.DeltaWorkerExtension" in result.err
+    status["state"] = 7
+    assert "unreachable" not in command("watch", url, "--once").out
+
+
+def test_watch_goes_on(delta_wire_process, bucket, run):
+    process = delta_wire_process("watch", bucket, "--json", "--interval", 0.1, stdout=subprocess.PIPE)
+    try:
+        assert json.loads(process.stdout.readline())["servers"] == []
+        run.reader().write_ack(Ack("a", run.writer.version, run.writer.digest, "serving", None, 2.5, 1.0))
+        assert json.loads(process.stdout.readline())["servers"][0]["server"] == "a"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_bench_runs_the_scripts_and_keeps_what_they_ran_on(command, tmp_path):
+    result = command("bench", "payload", "--quick", "--save", tmp_path / "results", "--json")
+    assert result.code == 0, result.err
+    row = result.json["results"]["payload"]
+    assert row["traces"][0]["encodings"]["packed"]["bytes_per_changed"] < 2
+    assert row["measured"]["command"].startswith("python benchmarks/payload.py --trace benchmarks/data/")
+    assert row["measured"]["machine"]["cores"] >= 1 and row["measured"]["versions"]["numpy"]
+    assert json.loads((tmp_path / "results" / "payload.json").read_text()) == row
+    (tmp_path / "empty").mkdir()
+    text = command("bench", "extract", "--dir", tmp_path / "empty")
+    assert text.code == 1 and "extract.py ended with exit code 2" in text.err
+    assert "payload" in command("bench", "--list").out
+    assert set(command("bench", "--list", "--json").json["benchmarks"]) >= {"payload", "pause"}
+
+
+def test_a_folder_with_an_at_in_its_name(command, bucket, tmp_path):
+    bucket.rename(tmp_path / "bucket@3")
+    assert len(command("inspect", tmp_path / "bucket@3", "--json").json["model"]) == 4
+    assert command("inspect", f"{tmp_path}/bucket@3@1", "--json").json["seq"] == 1
+
+
+@pytest.mark.parametrize("name", ["log", "inspect", "verify"])
+def test_what_is_no_bucket_is_told_by_its_kind(command, tmp_path, name):
+    result = command(name, tmp_path / "nowhere", "--json")
+    assert result.json["error"]["type"] == "BucketNotFoundError"
+    assert "no such folder" in result.json["error"]["message"]
+    (tmp_path / "LATEST").write_bytes(b'{"format":7}')
+    result = command(name, tmp_path, "--json")
+    assert result.code == 1 and result.json["error"]["type"] == "UnsupportedFormatError"
+
+
+def test_progress_is_shown_on_terminals_after_a_while(monkeypatch, capsys):
+    import time
+
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    shown = Progress("reading", 4)
+    shown.step()
+    assert capsys.readouterr().err == ""
+    now_s[0] += PATIENCE_S
+    shown.step()
+    assert capsys.readouterr().err == "\rreading [############            ] 2/4, 2 s left"
+    shown.clear()
+    assert capsys.readouterr().err.strip("\r ") == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    shown.step()
+    assert capsys.readouterr().err == ""

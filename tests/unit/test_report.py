@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report: one file that needs nothing else, with the pictures for which there are values."""
+
+import base64
+import html.parser
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from delta_wire.entropy import floor_bytes, histogram, on_line, position_bits, steps_of
+from delta_wire.manifest import Ack
+from delta_wire.report.collect import group_of
+from delta_wire.state import TensorDelta, TensorSpec, TensorTable
+
+
+class Page(html.parser.HTMLParser):
+    """What a page refers to, and its pictures."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.images: dict[str, bytes] = {}
+        self.others: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        if tag == "img":
+            kind, _, data = values["src"].partition(",")
+            assert kind == "data:image/png;base64"
+            self.images[values["alt"]] = base64.b64decode(data)
+        self.others += [values[name] for name in ("href", "src") if name in values and tag != "img"]
+
+
+@pytest.fixture
+def logs(tmp_path):
+    path = tmp_path / "log.jsonl"
+    rows = [{"step": step, "reward": step / 10, "delta/publish_s": 0.1, "loss": 1.0} for step in range(1, 4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def fleet(run, tmp_path):
+    path = tmp_path / "fleet.jsonl"
+    server = {"state": "serving", "version": "v", "reason": None, "latency_s": 0.5, "pause_ms": 3.0}
+    records = [
+        {
+            "unix_s": 100.0 + seq,
+            "servers": [server | {"server": name, "seq": seq, "lag_versions": 3 - seq} for name in ("a", "b")],
+        }
+        for seq in range(4)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_the_page_holds_every_picture_and_needs_nothing(command, bucket, logs, fleet, tmp_path):
+    result = command("report", bucket, "-o", tmp_path / "out", "--logs", logs, "--fleet", fleet, "--json")
+    assert result.code == 0, result.err
+    names = {"density", "groups", "payload", "latency", "lag", "reward"}
+    assert set(result.json["pictures"]) == names
+    text = (tmp_path / "out" / "index.html").read_text()
+    page = Page(text)
+    assert set(page.images) == names and page.others == [] and "<script" not in text and "url(" not in text
+    for name, image in page.images.items():
+        assert image == (tmp_path / "out" / f"{name}.png").read_bytes() and image.startswith(b"\x89PNG")
+    data = result.json["data"]
+    assert [version["seq"] for version in data["versions"]] == [1, 2, 3]
+    assert data["versions"][0]["groups"] == {"norms": 3 / 8, "embeddings": 3 / 128, "others": 3 / 192}
+    assert data["log"][0] == {"step": 1, "reward": 0.1, "publish_s": 0.1}
+
+
+def test_from_the_bucket_alone(command, bucket, run, tmp_path):
+    result = command("report", bucket, "-o", tmp_path / "out", "--json")
+    assert set(result.json["pictures"]) == {"density", "groups", "payload"}
+    assert "no server has acknowledged a version" in (tmp_path / "out" / "index.html").read_text()
+    run.reader().write_ack(Ack("a", run.writer.version, run.writer.digest, "degraded", "<b>full</b>", 2.0, 1.0))
+    result = command("report", bucket, "-o", tmp_path / "out", "--json")
+    assert set(result.json["pictures"]) == {"density", "groups", "payload", "latency", "lag"}
+    assert "&lt;b&gt;full" in (tmp_path / "out" / "index.html").read_text()
+    assert len(command("report", bucket, "-o", tmp_path / "out", "--limit", 1, "--json").json["data"]["versions"]) == 1
+
+
+def test_a_run_without_versions(command, run, tmp_path):
+    result = command("report", run.store.root, "-o", tmp_path / "out", "--json")
+    assert result.code == 0 and result.json["pictures"] == {}
+    assert "nothing has changed yet" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_the_floor_without_the_base_is_left_out(command, bucket, run, tmp_path):
+    import shutil
+
+    with_base = command("report", bucket, "-o", tmp_path / "out", "--json").json["data"]["versions"]
+    assert all(version["floor_bytes"] > 0 for version in with_base)
+    copy = shutil.copytree(run.base, tmp_path / "copy")
+    shutil.rmtree(run.base)
+    without = command("report", bucket, "-o", tmp_path / "out", "--json").json["data"]["versions"]
+    assert all(version["floor_bytes"] is None for version in without)
+    again = command("report", bucket, "-o", tmp_path / "out", "--base", copy, "--json").json["data"]["versions"]
+    assert [v["floor_bytes"] for v in again] == [v["floor_bytes"] for v in with_base]
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        ("--logs", "not json\n", "log.jsonl:1: expected a JSON object"),
+        ("--logs", '{"step": 1, "loss": 2}', "no row has a step and one of reward"),
+        ("--logs", '{"log_history": 3}', "expected trainer_state.json"),
+        ("--fleet", '{"step": 1}', "expected the lines of `delta-wire watch --json`"),
+        ("--fleet", "[]\n", "log.jsonl:1: expected a JSON object"),
+    ],
+)
+def test_what_is_no_log_is_refused(command, bucket, tmp_path, option, text, message):
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    result = command("report", bucket, "-o", tmp_path / "out", option, path, "--json")
+    assert result.code == 1 and message in result.json["error"]["message"]
+
+
+def test_a_trainers_state_is_a_log(command, bucket, tmp_path):
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": [{"step": 1, "reward": 0.5}, {"train_loss": 1.0}]}))
+    result = command("report", bucket, "-o", tmp_path / "out", "--logs", path, "--json")
+    assert result.json["data"]["log"] == [{"step": 1, "reward": 0.5}]
+
+
+def test_without_matplotlib_it_says_what_to_install(command, bucket, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = command("report", bucket, "-o", tmp_path / "out", "--json")
+    assert result.code == 1 and "delta-weight-sync[report]" in result.json["error"]["message"]
+
+
+def test_the_folder_cannot_be_made(command, bucket, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = command("report", bucket, "-o", tmp_path / "file" / "out", "--json")
+    assert result.code == 1 and "cannot write the picture" in result.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("model.embed_tokens.weight", "embeddings"),
+        ("model.layers.0.self_attn.q_proj.weight", "attention"),
+        ("model.layers.0.self_attn.q_norm.weight", "norms"),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", "experts"),
+        ("model.layers.0.mlp.gate_proj.weight", "MLP"),
+        ("lm_head.weight", "output head"),
+        ("model.rotary.scale", "others"),
+    ],
+)
+def test_groups(name, group):
+    assert group_of(name) == group
+
+
+def test_steps_and_their_floor():
+    old = np.array([0x3F80, 0x3F80, 0x0000, 0xBF80], dtype=np.uint16)
+    # one up, two down, across zero to the smallest negative, one towards zero
+    new = np.array([0x3F81, 0x3F7E, 0x8001, 0xBF7F], dtype=np.uint16)
+    part = TensorDelta("t", np.arange(4, dtype=np.int32), new, old)
+    steps = steps_of(part)
+    assert steps is not None and steps.tolist() == [1, -2, -2, 1]
+    assert np.array_equal(on_line(on_line(old)), old)
+    assert histogram(steps)["1"] == 2 and histogram(steps)["2"] == 2
+    table = TensorTable([TensorSpec("t", (8,))])
+    # 8 positions of which half: one bit each; two values, equally often: one bit each
+    assert floor_bytes({"t": part}, table) == (8 + 4) / 8
+    assert position_bits(np.array([8, 8]), np.array([0, 8])) == 0
+    assert floor_bytes({"t": TensorDelta("t", part.indices, new)}, table) is None

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `delta-wire doctor` looks at on the server's side: settings, the plugin, and the flags of `vllm serve`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from delta_wire.doctor import Context, Finding, ok, problem, warning
+from delta_wire.errors import DeltaError
+from vllm_delta.settings import BUCKET, Settings
+
+EXTENSION = "vllm_delta.DeltaWorkerExtension"
+PLUGIN = "vllm_delta"
+
+
+class _Asked(dict[str, str]):
+    """An environment that remembers which variables were looked for."""
+
+    def __init__(self, values: Mapping[str, str]):
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default=None):
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def _variables() -> frozenset[str]:
+    """Whatever the settings read, they are asked, so that this list is never out of date."""
+    asked = _Asked({BUCKET: "memory:doctor"})
+    Settings.from_env(asked)
+    return frozenset(asked.names)
+
+
+VARIABLES = _variables()
+
+
+def settings(context: Context) -> Iterator[Finding]:
+    """Everything that ends a server's start."""
+    if not context.env.get(BUCKET, "").strip() and not context.serve:
+        # a trainer's machine
+        return
+    try:
+        found = Settings.from_env(context.env)
+    except DeltaError as error:
+        yield problem("server settings", str(error), "see the message")
+        return
+    yield ok("server settings", f"server {found.server_id}, looks every {found.poll_s:g} s")
+
+
+def plugin(context: Context) -> Iterator[Finding]:
+    """vLLM must find the plugin and be allowed to load it."""
+    names = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    if PLUGIN not in names:
+        yield problem("vllm plugin", "not registered", "install delta-weight-sync with pip in vLLM's environment")
+        return
+    allowed = context.env.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        yield problem(
+            "vllm plugin",
+            f"VLLM_PLUGINS={allowed!r} leaves {PLUGIN} out",
+            f"add {PLUGIN} to VLLM_PLUGINS, or unset it",
+        )
+    else:
+        yield ok("vllm plugin", "registered")
+
+
+def flags(context: Context) -> Iterator[Finding]:
+    """The command that starts the server."""
+    if not context.serve:
+        return
+    given = _parse(context.serve)
+    before = len(list(_wrong_flags(given)))
+    yield from _wrong_flags(given)
+    yield from _checkpoint(context.serve)
+    if not before:
+        yield ok("vllm flags", " ".join(context.serve))
+
+
+def _wrong_flags(given: Mapping[str, str]) -> Iterator[Finding]:
+    extension = given.get("worker-extension-cls")
+    if extension != EXTENSION:
+        yield problem(
+            "vllm flags",
+            f"--worker-extension-cls is {extension or 'not given'}",
+            f"add --worker-extension-cls {EXTENSION}",
+        )
+    if given.get("quantization", "none").lower() != "none":
+        yield problem(
+            "vllm flags",
+            f"--quantization {given['quantization']}: quantised weights are not those of the checkpoint",
+            "serve without --quantization",
+        )
+    if given.get("dtype", "auto") not in ("auto", "bfloat16"):
+        yield problem("vllm flags", f"--dtype {given['dtype']}", "serve with --dtype bfloat16")
+    if given.get("load-format") == "dummy":
+        yield problem(
+            "vllm flags", "--load-format dummy: the weights are no version of the run", "load the run's checkpoint"
+        )
+    if given.get("data-parallel-size", "1") != "1":
+        yield warning(
+            "vllm flags",
+            f"--data-parallel-size {given['data-parallel-size']}: refused for mixture-of-experts models",
+            "start one server for each replica",
+        )
+    if given.get("nnodes", "1") != "1" or given.get("distributed-executor-backend") == "ray":
+        yield problem(
+            "vllm flags", "ranks on several hosts are not followed", "serve with the ranks of one host, without Ray"
+        )
+    if "speculative-config" in given:
+        yield warning(
+            "vllm flags",
+            "--speculative-config: the drafter's own weights stay those it was loaded with",
+            "expect fewer accepted tokens as training goes on; outputs stay right",
+        )
+
+
+def _checkpoint(words: tuple[str, ...]) -> Iterator[Finding]:
+    """A folder that is served must hold bf16 weights that are not quantised."""
+    for word in words:
+        config = Path(word) / "config.json"
+        if not config.is_file():
+            continue
+        found = json.loads(config.read_text())
+        dtype = found.get("dtype") or found.get("torch_dtype")
+        if "quantization_config" in found:
+            yield problem("checkpoint", f"{config}: it is quantised", "serve the unquantised bf16 checkpoint")
+        elif dtype not in (None, "bfloat16"):
+            yield problem(
+                "checkpoint",
+                f"{config}: its weights are {dtype}",
+                "serve a bf16 checkpoint: delta-wire checkout BUCKET@0 DIR",
+            )
+        else:
+            yield ok("checkpoint", str(config.parent))
+
+
+def _parse(words: tuple[str, ...]) -> dict[str, str]:
+    """Options by their long names; an option without a value is `""`."""
+    short = {"q": "quantization", "tp": "tensor-parallel-size", "dp": "data-parallel-size", "n": "nnodes"}
+    given: dict[str, str] = {}
+    for word, after in zip(words, (*words[1:], "--"), strict=True):
+        if not word.startswith("-"):
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        if not word.startswith("--"):
+            name = short.get(name, name)
+        given[name.replace("_", "-")] = value if equals else "" if after.startswith("-") else after
+    return given
+
+
+CHECKS = (settings, plugin, flags)
