@@ -53,7 +53,7 @@ def test_what_cannot_work_is_named_with_a_remedy(name: str, value: str, remedy: 
     assert name in str(error.value) and remedy in str(error.value)
 
 
-@pytest.mark.parametrize("bucket", ["s3://bucket/run", "hf://buckets/me/run", "ftp://host/run"])
+@pytest.mark.parametrize("bucket", ["ftp://host/run", "s3:///run", "hf://somewhere"])
 def test_an_address_without_a_store_ends_the_start(bucket: str):
     with pytest.raises(SetupError, match=bucket):
         Settings.from_env({"DELTA_SYNC_BUCKET": bucket})
