@@ -14,6 +14,9 @@ __all__ = ["ObjectInfo", "Store", "open_store"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_HUB_ADDRESS = re.compile(
+    r"buckets/(?P<bucket>[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(?:/(?P<prefix>.+))?"
+)
 _FORMS = "a folder, file:///folder, hf://buckets/namespace/name/prefix, s3://, gs:// or az://bucket/prefix"
 _MEMORY_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
@@ -58,6 +61,13 @@ def _choose(url: str) -> Store:
             f"the address of the {kind}:// bucket contains '@', '?' or '#'; give only names, credentials come from "
             "the environment"
         )
+    if kind == "hf":
+        from delta_wire.stores.hf import HubStore
+
+        found = _HUB_ADDRESS.fullmatch(rest)
+        if not found or (found["prefix"] and not is_key(found["prefix"])):
+            raise SetupError(f"{url!r}: expected hf://buckets/namespace/name or hf://buckets/namespace/name/prefix")
+        return HubStore(found["bucket"], found["prefix"] or "")
     if kind in ("s3", "gs", "az"):
         from delta_wire.stores.object import ObjectStore
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -34,7 +34,8 @@ class Store(Protocol):
 
     Attributes:
         url (`str`): what errors and logs call the bucket.
-        create_only (`bool`): whether `put(create_only=True)` has exactly one winner.
+        create_only (`bool`): whether `put(create_only=True)` has exactly one winner. Without it an object that exists
+            is refused all the same, but of two writers at the same moment the later one wins, and neither is told.
     """
 
     url: str
@@ -66,6 +67,16 @@ class Store(Protocol):
 
     def ensure(self) -> None:
         """Create the bucket unless it exists."""
+        ...
+
+    def watch(self, on_change: Callable[[], None]) -> Callable[[], None] | None:
+        """Call `on_change`, from another thread, when the bucket may have changed.
+
+        A hint that may come late, twice or never: whoever follows a bucket polls it all the same.
+
+        Returns:
+            `Callable`: ends the calls; `None` if this kind of store has no feed of changes.
+        """
         ...
 
     def close(self) -> None:

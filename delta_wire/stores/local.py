@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -51,6 +51,10 @@ class LocalStore:
                 self.root.mkdir(parents=True, exist_ok=True)
             except FileExistsError:
                 raise SetupError(f"{self.url}: a file is where the bucket should be; name a folder") from None
+
+    def watch(self, on_change: Callable[[], None]) -> Callable[[], None] | None:
+        """There is no feed of changes."""
+        return None
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from delta_wire.errors import BucketNotFoundError, ObjectExistsError, ObjectNotFoundError
@@ -85,6 +85,10 @@ class MemoryStore:
         check_key(key, self.url)
         with _LOCK:
             return key in self._objects()
+
+    def watch(self, on_change: Callable[[], None]) -> Callable[[], None] | None:
+        """There is no feed of changes."""
+        return None
 
     def close(self) -> None:
         """Nothing to give back; the objects stay for the other stores of that name."""

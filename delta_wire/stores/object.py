@@ -110,6 +110,10 @@ class ObjectStore:
             with suppress(StoreError):
                 self._call("", "delete", lambda client, obstore: obstore.delete(client, key))
 
+    def watch(self, on_change: Callable[[], None]) -> Callable[[], None] | None:
+        """There is no feed of changes."""
+        return None
+
     def close(self) -> None:
         self.patience.close()
         self._made = None

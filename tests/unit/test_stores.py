@@ -72,12 +72,16 @@ def test_addresses(tmp_path, monkeypatch):
         "gs://bucket//x",
         "az://bucket/.hidden",
         "S3://bucket",
+        "hf://team/model",
+        "hf://buckets/team",
+        "hf://buckets/team/name/../x",
+        "hf://buckets/team/.name",
         "HTTP://x",
     ],
 )
 def test_addresses_that_are_none(url):
     with pytest.raises(
-        SetupError, match=r"address|memory bucket|expected (file|s3|gs|az):|there are no buckets of kind"
+        SetupError, match=r"address|memory bucket|expected (file|s3|gs|az|hf):|there are no buckets of kind"
     ):
         open_store(url)
 
