@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from delta_wire.errors import FormatError
+from delta_wire.errors import FormatError, ObjectExistsError, ObjectNotFoundError
 
 MAX_KEY_CHARS = 512
 # no component begins with a dot: neither `..` nor a hidden (temporary) file is a key
@@ -109,3 +109,15 @@ def too_large(url: str, key: str, size_bytes: int, max_bytes: int) -> FormatErro
     return FormatError(
         f"{url}/{key}: expected at most {max_bytes} bytes, found {size_bytes}; the object is not what was published"
     )
+
+
+def no_object(url: str, key: str) -> ObjectNotFoundError:
+    """The error of an object that is not there."""
+    return ObjectNotFoundError(
+        f"{url}/{key}: there is no such object; it was never written, or has been removed since it was named"
+    )
+
+
+def exists_already(url: str, key: str) -> ObjectExistsError:
+    """The error of a create-only write that came second."""
+    return ObjectExistsError(f"{url}/{key}: the object exists already; somebody else wrote it, or an earlier try did")

@@ -15,13 +15,12 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from delta_wire.errors import (
     DeltaError,
-    ObjectExistsError,
     ObjectNotFoundError,
     SetupError,
     StoreUnavailableError,
 )
 from delta_wire.files import staging, temporary_beside
-from delta_wire.stores.base import ObjectInfo, check_key, is_key, too_large
+from delta_wire.stores.base import ObjectInfo, check_key, exists_already, is_key, too_large
 from delta_wire.stores.hf_client import Client, hub_error
 from delta_wire.stores.hf_feed import Feed
 from delta_wire.stores.patience import Patience, timeout_s
@@ -123,7 +122,7 @@ class HubStore:
         # a source that cannot be opened is the caller's fault, not the bucket's
         size_bytes = data.stat().st_size if isinstance(data, Path) else len(data)
         if create_only and self.exists(key):
-            raise ObjectExistsError(f"{self.url}/{key}: the object exists already")
+            raise exists_already(self.url, key)
 
         def send(hub: Any) -> None:
             # parts of an upload have no timeout of their own in the client

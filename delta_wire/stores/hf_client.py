@@ -22,7 +22,6 @@ from typing import Any
 
 from delta_wire.errors import (
     BucketNotFoundError,
-    ObjectNotFoundError,
     RateLimitedError,
     SetupError,
     StoreError,
@@ -30,6 +29,7 @@ from delta_wire.errors import (
     StoreRefusedError,
     StoreUnavailableError,
 )
+from delta_wire.stores.base import no_object
 from delta_wire.stores.patience import CONNECT_TIMEOUT_S, TIMEOUT_VARIABLE
 
 # what `hf_xet` says about an answer, for example `(403 Forbidden)`
@@ -201,7 +201,7 @@ def _refused(
             "HF_TOKEN), or let the trainer create it at its start"
         )
     if status == 404:
-        return ObjectNotFoundError(f"{url}/{key}: there is no such object")
+        return no_object(url, key)
     if status in (401, 403):
         return StorePermissionError(
             f"{where}{said}; give HF_TOKEN a token that may read this bucket, and on the trainer write it"

@@ -7,8 +7,9 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import IO
@@ -17,14 +18,18 @@ from delta_wire.errors import (
     BucketNotFoundError,
     DeltaError,
     FormatError,
-    ObjectExistsError,
     ObjectNotFoundError,
     SetupError,
+    StorePermissionError,
+    StoreRefusedError,
     StoreUnavailableError,
 )
-from delta_wire.files import COPY_BYTES, staging, sync_folder, temporary_beside
-from delta_wire.stores.base import ObjectInfo, check_key, is_key, too_large
+from delta_wire.files import COPY_BYTES, TEMPORARY_PREFIX, staging, sync_folder, temporary_beside
+from delta_wire.stores.base import ObjectInfo, check_key, exists_already, is_key, no_object, too_large
 
+_NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
+# a temporary file that nobody has written to for so long
+_ABANDONED_S = 3600.0
 # what a file system without hard links answers
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -49,8 +54,9 @@ class LocalStore:
         with self._errors("", "create the bucket"):
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
-            except FileExistsError:
-                raise SetupError(f"{self.url}: a file is where the bucket should be; name a folder") from None
+            except (FileExistsError, NotADirectoryError):
+                raise SetupError(f"{self.url}: {self._obstacle() or 'a part of the path is no folder'}") from None
+            self._sweep()
 
     def watch(self, on_change: Callable[[], None]) -> Callable[[], None] | None:
         """There is no feed of changes."""
@@ -83,7 +89,7 @@ class LocalStore:
     def put(self, key: str, data: bytes | Path, *, create_only: bool = False) -> None:
         path = self._path(key)
         if create_only and os.path.lexists(path):
-            raise self._exists(key)
+            raise exists_already(self.url, key)
         # a source that cannot be opened is the caller's fault, not the bucket's
         source = data.open("rb") if isinstance(data, Path) else BytesIO(data)
         with source, self._errors(key, "write"):
@@ -134,9 +140,37 @@ class LocalStore:
     def _require_root(self) -> None:
         if not self.root.is_dir():
             raise BucketNotFoundError(
-                f"{self.url}: there is no such folder, so there is no bucket; check the path, mount it again, or let "
-                "the trainer create it at its start"
+                f"{self.url}: "
+                + (
+                    self._obstacle()
+                    or "there is no such folder, so there is no bucket; check the path, mount it again, or let the "
+                    "trainer create it at its start"
+                )
             )
+
+    def _obstacle(self) -> str | None:
+        """What stands where the bucket should be."""
+        if self.root.is_symlink() and not self.root.exists():
+            return (
+                f"the path is a symbolic link to {os.readlink(self.root)}, which does not exist; create or mount that "
+                "folder, or remove the link"
+            )
+        if os.path.lexists(self.root):
+            return "a file is where the bucket should be; name a folder"
+        return None
+
+    def _sweep(self) -> None:
+        """Remove temporary files of writers that were killed; one at work touches its own all the time."""
+        with tempfile.TemporaryFile(dir=self.root) as probe:
+            # by the clock of the file system, which may be another machine's
+            now_s = os.fstat(probe.fileno()).st_mtime
+        for folder, folders, names in os.walk(self.root):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in names:
+                path = os.path.join(folder, name)
+                with suppress(FileNotFoundError):
+                    if name.startswith(TEMPORARY_PREFIX) and now_s - os.lstat(path).st_mtime > _ABANDONED_S:
+                        os.unlink(path)
 
     def _inside(self, folder: Path) -> bool:
         real = os.path.realpath(folder)
@@ -196,7 +230,7 @@ class LocalStore:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            raise self._exists(key) from None
+            raise exists_already(self.url, key) from None
         except OSError as error:
             if error.errno in _NO_LINKS:
                 raise SetupError(
@@ -204,9 +238,6 @@ class LocalStore:
                     "from writing to the same bucket; put the bucket on another file system"
                 ) from error
             raise
-
-    def _exists(self, key: str) -> ObjectExistsError:
-        return ObjectExistsError(f"{self.url}/{key}: the object exists already")
 
     def _foreign(self, key: str) -> FormatError:
         return FormatError(
@@ -227,14 +258,24 @@ class LocalStore:
             raise
         except FileNotFoundError:
             self._require_root()
-            raise ObjectNotFoundError(f"{self.url}/{key}: there is no such object") from None
+            if action == "write":
+                raise StoreUnavailableError(
+                    f"{self.url}/{key}: cannot write: its folder was removed meanwhile; stop what cleans up the bucket"
+                ) from None
+            raise no_object(self.url, key) from None
         except NotADirectoryError as error:
             self._require_root()
             raise ObjectNotFoundError(f"{self.url}/{key}: {error.filename} is no folder") from None
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise self._foreign(key) from None
-            raise StoreUnavailableError(
-                f"{self.url}/{key}: cannot {action}: {error.strerror or error}; check access rights and free space of "
-                "the bucket's folder"
-            ) from error
+            said = f"{self.url}/{key}: cannot {action}: {error.strerror or error}"
+            if error.errno in _NO_ACCESS:
+                raise StorePermissionError(
+                    f"{said}; give the user {os.getuid()} of this process access to the bucket's folder"
+                ) from error
+            if error.errno == errno.ENAMETOOLONG:
+                raise StoreRefusedError(
+                    f"{said}; the file system of the bucket does not take names this long"
+                ) from error
+            raise StoreUnavailableError(f"{said}; check the bucket's folder and its free space") from error

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from delta_wire.errors import BucketNotFoundError, ObjectExistsError, ObjectNotFoundError
+from delta_wire.errors import BucketNotFoundError
 from delta_wire.files import staging, write_file
-from delta_wire.stores.base import ObjectInfo, check_key, too_large
+from delta_wire.stores.base import ObjectInfo, check_key, exists_already, no_object, too_large
 
 _BUCKETS: dict[str, dict[str, bytes]] = {}
 _LOCK = threading.Lock()
@@ -50,7 +50,7 @@ class MemoryStore:
         with _LOCK:
             data = self._objects().get(key)
         if data is None:
-            raise ObjectNotFoundError(f"{self.url}/{key}: there is no such object")
+            raise no_object(self.url, key)
         if len(data) > max_bytes:
             raise too_large(self.url, key, len(data), max_bytes)
         return data
@@ -66,7 +66,7 @@ class MemoryStore:
         with _LOCK:
             objects = self._objects()
             if create_only and key in objects:
-                raise ObjectExistsError(f"{self.url}/{key}: the object exists already")
+                raise exists_already(self.url, key)
             objects[key] = held
 
     def list(self, prefix: str) -> list[ObjectInfo]:

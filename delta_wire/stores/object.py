@@ -25,7 +25,7 @@ from delta_wire.errors import (
     StoreUnavailableError,
 )
 from delta_wire.files import staging, temporary_beside
-from delta_wire.stores.base import ObjectInfo, check_key, is_key, too_large
+from delta_wire.stores.base import ObjectInfo, check_key, exists_already, is_key, no_object, too_large
 from delta_wire.stores.patience import CONNECT_TIMEOUT_S, TIMEOUT_VARIABLE, Patience, timeout_s
 from delta_wire.stores.recent import Recent
 
@@ -165,7 +165,7 @@ class ObjectStore:
     def put(self, key: str, data: bytes | Path, *, create_only: bool = False) -> None:
         check_key(key, self.url)
         if create_only and not self.create_only and self.exists(key):
-            raise self._exists(key)
+            raise exists_already(self.url, key)
         self._put(key, data, create_only=create_only and self.create_only)
 
     def list(self, prefix: str) -> list[ObjectInfo]:
@@ -292,9 +292,6 @@ class ObjectStore:
                 f"{self.url}/{key}: expected {expected_bytes} bytes, read {found_bytes}; the answer was cut short"
             )
 
-    def _exists(self, key: str) -> ObjectExistsError:
-        return ObjectExistsError(f"{self.url}/{key}: the object exists already")
-
     @contextmanager
     def _errors(self, key: str, action: str) -> Iterator[Any]:
         """Translate what the client says into the errors of a store.
@@ -316,7 +313,7 @@ class ObjectStore:
             # with S3 a 409 says that another conditional write is just being decided
             undecided = self._scheme == "s3" and "status code: 409" in text
             if action == "create" and isinstance(error, refused.AlreadyExistsError) and not undecided:
-                raise self._exists(key) from None
+                raise exists_already(self.url, key) from None
             raise self._translate(key, action, text, time.monotonic() - began_s) from None
 
     def _missing(self, key: str, text: str) -> StoreError:
@@ -326,7 +323,7 @@ class ObjectStore:
                 f"{self.url}: {self._service} knows no bucket {self._bucket!r}; check the name, region and endpoint, "
                 "or create it with the tools of the service"
             )
-        return ObjectNotFoundError(f"{self.url}/{key}: there is no such object")
+        return no_object(self.url, key)
 
     def _translate(self, key: str, action: str, text: str, took_s: float) -> StoreError:
         status = _STATUS.search(text)

@@ -12,6 +12,8 @@ from delta_wire.errors import (
     BucketNotFoundError,
     FormatError,
     SetupError,
+    StorePermissionError,
+    StoreRefusedError,
     StoreUnavailableError,
 )
 from delta_wire.stores import local as local_module
@@ -162,17 +164,57 @@ def test_a_file_in_place_of_the_bucket(tmp_path):
         lambda: store.list(""),
         lambda: store.exists("k"),
     ):
-        with pytest.raises(BucketNotFoundError, match="no such folder"):
+        with pytest.raises(BucketNotFoundError, match="file: a file is where the bucket should be; name a folder"):
             call()
     with pytest.raises(SetupError, match="a file is where the bucket should be"):
         open_store(tmp_path / "file", create=True)
+    with pytest.raises(SetupError, match="a part of the path is no folder"):
+        open_store(tmp_path / "file" / "bucket", create=True)
+
+
+def test_a_link_that_leads_nowhere(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(BucketNotFoundError, match=r"symbolic link to .*not mounted, which does not exist"):
+        open_store(tmp_path / "link").list("")
+    with pytest.raises(SetupError, match="remove the link"):
+        open_store(tmp_path / "link", create=True)
+
+
+def test_what_killed_writers_left_is_swept_and_what_live_ones_write_is_not(tmp_path):
+    store = open_store(tmp_path, create=True)
+    store.put("a/k", b"1")
+    left, fresh = tmp_path / "a" / ".tmp-1-old", tmp_path / "a" / ".tmp-2-new"
+    for path in (left, fresh):
+        path.write_bytes(b"half of an object")
+    hidden = tmp_path / ".snapshots"
+    hidden.mkdir()
+    (hidden / ".tmp-3-old").write_bytes(b"not ours")
+    for path in (left, hidden / ".tmp-3-old", tmp_path / "a" / "k"):
+        os.utime(path, (0, 0))
+    open_store(tmp_path)
+    assert left.exists(), "readers remove nothing"
+    open_store(tmp_path, create=True)
+    assert not left.exists() and fresh.exists() and (hidden / ".tmp-3-old").exists()
+    assert store.get("a/k", 1) == b"1"
+
+
+def test_a_folder_that_goes_while_it_is_written_to_is_no_missing_object(tmp_path, monkeypatch):
+    store = open_store(tmp_path, create=True)
+    replace = os.replace
+
+    def vanish(source, target):
+        os.unlink(source)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", vanish)
+    with pytest.raises(StoreUnavailableError, match="its folder was removed meanwhile"):
+        store.put("a/k", b"1")
 
 
 @pytest.mark.parametrize(
     ("number", "message"),
     [
         (errno.ENOSPC, "No space left"),
-        (errno.EACCES, "Permission denied"),
         (errno.EIO, "Input/output"),
         (errno.EDQUOT, ""),
     ],
@@ -193,6 +235,30 @@ def test_what_the_system_refuses_is_transient_and_says_why(tmp_path, monkeypatch
         with pytest.raises(StoreUnavailableError, match=f"k: cannot read: .*{message}"):
             store.get("k", 10)
     assert store.get("k", 10) == b"old" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_refused_access_is_told_from_an_outage(tmp_path, monkeypatch, number):
+    store = open_store(tmp_path, create=True)
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StorePermissionError, match=rf"k: cannot write: .*give the user {os.getuid()} of this process"):
+        store.put("k", b"new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_too_long_for_the_file_system_are_refused_for_good(tmp_path, monkeypatch):
+    store = open_store(tmp_path, create=True)
+
+    def refuse(*_):
+        raise OSError(errno.ENAMETOOLONG, "File name too long")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StoreRefusedError, match="names this long"):
+        store.put("k", b"new")
 
 
 def test_no_hard_links_is_a_matter_of_setup(tmp_path, monkeypatch):
