@@ -303,6 +303,18 @@ class BucketWriter:
             except FormatError:
                 other = f"something else, {found[:40]!r}"
             raise self._conflict(f"{POINTER_KEY} names {other}")
+        if not self.store.create_only:
+            self._require_own_manifest(manifest or self._head)
+
+    def _require_own_manifest(self, manifest: Manifest) -> None:
+        """Where the store cannot keep a second writer from replacing a manifest, notice it before going on from it."""
+        key = manifest_key(manifest.version.seq)
+        try:
+            found = self.store.get(key, MAX_MANIFEST_BYTES)
+        except ObjectNotFoundError as error:
+            raise self._conflict(f"{key} was removed") from error
+        if found != manifest.to_bytes():
+            raise self._conflict(f"{key} was replaced by another trainer")
 
     def _conflict(self, what: str) -> WriterConflictError:
         return WriterConflictError(
