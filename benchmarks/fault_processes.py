@@ -28,14 +28,17 @@ import torch
 from fault_store import ChaosStore, Killer
 
 from delta_wire import kernels
-from delta_wire.bucket import BucketWriter
+from delta_wire.bucket import BucketReader, BucketWriter
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest
 from delta_wire.errors import DeltaError, StoreError
 from delta_wire.manifest import Manifest
+from delta_wire.retention import Policy, Sweeper
 from delta_wire.state import Delta, TensorDelta, TensorTable, change_of_digest
 from delta_wire.stores import open_store
+from trl_delta.anchors import AnchorMaker
 from trl_delta.publisher import Publisher
+from trl_delta.retention import Keeper
 from vllm_delta import ranks as ranks_module
 from vllm_delta import subscriber as subscriber_module
 from vllm_delta.commit import Coordinator
@@ -105,13 +108,26 @@ def unload(model: FakeModel) -> Bits:
     return {name: array.view(np.uint16) for name, array in found.items()}
 
 
+class _Last(logging.Handler):
+    """Keeps the last line."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
 class _Process:
     """What both kinds have in common: commands from the campaign, and ways to go wrong."""
 
     def __init__(self, connection: Connection, place: Place, seed: int):
         self._parent = os.getppid()
-        # what is logged here is expected; the campaign looks at states
-        logging.disable(logging.CRITICAL)
+        # what is logged here is expected; the last line says more when a round does not recover
+        self.log = _Last()
+        root = logging.getLogger()
+        root.handlers = [self.log]
+        root.setLevel(logging.INFO)
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)
         self.connection = connection
         self.place = place
         self.random = random.Random(seed)
@@ -166,9 +182,7 @@ def preload(folder: Path) -> None:
     delta = {name: TensorDelta(name, np.array([0], np.int32), old ^ 1, old)}
     settings = Settings(str(folder / "bucket"), stage_dir=folder, server_id="warm")
     engine = FakeEngine([FakeWorker(base)])
-    coordinator = Coordinator(
-        engine, Ranks(engine), Subscriber(settings.bucket, folder), settings, lambda: base
-    )
+    coordinator = Coordinator(engine, Ranks(engine), Subscriber(settings.bucket, folder), settings, lambda: base)
     coordinator.step()
     writer.publish(delta, digest=digest + change_of_digest(delta), step=1)
     coordinator.step()
@@ -203,7 +217,20 @@ class Trainer(_Process):
 
     def run(self) -> None:
         writer = self._start()
-        publisher = Publisher(writer, step=self.step, retry_min_s=0.01, retry_max_s=0.1)
+        anchors = AnchorMaker(
+            writer.store, self.table, BucketReader(writer.store).latest(), factor=3, files=self.place.base
+        )
+        publisher = Publisher(
+            writer,
+            step=self.step,
+            anchors=anchors,
+            snapshot=lambda name: self.bits[name].copy(),
+            retry_min_s=0.01,
+            retry_max_s=0.1,
+        )
+        policy = Policy(grace_s=self.place.grace_s, lease_s=self.place.grace_s)
+        sweeper = Sweeper(BucketReader(open_store(self.place.bucket)), policy)
+        Keeper(sweeper, lambda: writer.version, self.place.grace_s)
         self.connection.send(("started", str(writer.version)))
         while True:
             command = self.obey(1.0)
@@ -219,7 +246,9 @@ class Trainer(_Process):
                 failure = publisher.failure
                 digest = publisher.digest_of(publisher.durable_seq)
                 durable = digest == self.digest
-                self.connection.send(("durable", (str(writer.version), durable, failure and repr(failure))))
+                self.connection.send(
+                    ("durable", (str(writer.version), durable, failure and repr(failure), self.log.text))
+                )
 
     def _start(self) -> BucketWriter:
         store = self.open(self.place.bucket, self._note_manifest)
@@ -232,6 +261,7 @@ class Trainer(_Process):
                     reference=str(self.place.base),
                     step=self.step,
                     bits=self.bits.__getitem__,
+                    files=self.place.base,
                 )
             except StoreError:
                 time.sleep(0.02)
@@ -244,14 +274,15 @@ class Trainer(_Process):
     def _drop_commands(self) -> None:
         while (command := self.obey()) is not None:
             if command[0] == "wait":
-                self.connection.send(("durable", ("", False, None)))
+                self.connection.send(("durable", ("", False, None, "starting")))
 
     def _train(self, publisher: Publisher) -> None:
         save = self.random.choice((None, "before", None, "after", None))
-        delta = self._change()
-        if save == "before":
-            self._save()
-        publisher.submit(delta, digest=self.digest, step=self.step)
+        with publisher.extracting:
+            delta = self._change()
+            if save == "before":
+                self._save()
+            publisher.submit(delta, digest=self.digest, step=self.step)
         if save == "after":
             self._save()
         if self.random.random() < 0.3:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that can go wrong between a trainer and its servers, many times over, in real processes and a real bucket.
+"""Everything that can go wrong between a trainer and its servers, many times over, in a real bucket.
 
     python benchmarks/faults.py --count 1000 --seed 1 --store file --json
 
-One trainer and several servers run in processes of their own and share nothing but the bucket. Faults come one to three
-at a time: a process is killed by SIGKILL at a random line of the protocol or suspended, calls to the store are refused,
-hang, or lose their answer, what is read is truncated, flipped, swapped, stale or missing, objects in the bucket itself
-are damaged, lost or put in each other's place, disks are full, clocks jump, a second trainer or a stranger writes. After
-each round training goes on, and every server has to arrive at the newest version without help.
+One trainer and several servers run in processes of their own and share nothing but the bucket. Faults come one to
+three at a time: a process is killed by SIGKILL at a random line of the protocol or suspended, calls to the store are
+refused, hang, or lose their answer, what is read is truncated, flipped, swapped, stale or missing, objects in the
+bucket are damaged, lost or put in each other's place, disks are full, clocks jump, a second trainer or a stranger
+writes. After each round training goes on, and every server has to arrive at the newest version without help.
 
 At every step of its engine a server notes its label and a hash of its live weights. Both must belong together: the
 label is a version that a trainer committed, the bits are that version's in full. `wrong_states` counts where they do
@@ -146,12 +146,11 @@ class Campaign:
         self._originals: dict[str, bytes] = {}
         self.trainer = Child(lambda c, s: train(c, place, s), self.random)
         self.second: Child | None = None
-        self.servers = [
-            Child(lambda c, s, n=number: serve(c, place, s, n), self.random) for number in range(servers)
-        ]
+        self.servers = [Child(lambda c, s, n=number: serve(c, place, s, n), self.random) for number in range(servers)]
         self._states: list[tuple[str, str, str | None]] = [("waiting", "None", None)] * servers
-        self._durable = ("", False, None)
+        self._durable = ("", False, None, "")
         self._asked_s = 0.0
+        self._said = "nothing"
 
     # -- a round ------------------------------------------------------------------------------------------------
 
@@ -174,12 +173,12 @@ class Campaign:
 
     def _await_recovery(self, what: str) -> None:
         began_s = time.monotonic()
-        self._durable = ("", False, None)
+        self._durable = ("", False, None, "")
         self._asked_s = 0.0
         nudged_s = began_s
         while time.monotonic() - began_s < self.timeout_s:
             self._tend()
-            version, durable, _ = self._durable
+            version, durable, *_ = self._durable
             if durable and not self._repairs and all(s[:2] == ("serving", version) for s in self._states):
                 self.result.recovery_s.append(time.monotonic() - began_s)
                 return
@@ -187,10 +186,10 @@ class Campaign:
                 # training never stops for long
                 nudged_s = time.monotonic()
                 self.trainer.send("train", 1)
-                self._durable = ("", False, None)
+                self._durable = ("", False, None, "")
             time.sleep(0.004)
         self.result.unrecovered += 1
-        self.result.note(f"{what}: not recovered after {self.timeout_s} s: {self._durable} {self._states}")
+        self.result.note(f"{what}: not recovered after {self.timeout_s} s: {self._said}; {self._states}")
 
     def _tend(self) -> None:
         """What a supervisor does: start again what has died or given up. And time that heals."""
@@ -206,12 +205,13 @@ class Campaign:
                 self.result.kills += 1
                 self._states[number] = ("waiting", "None", None)
         for kind, value in self.trainer.receive():
+            self._said = f"{kind} {value}"
             if kind == "durable":
                 self._durable = value
                 self._asked_s = 0.0
                 if value[2] is not None:
                     # another trainer was there; the supervisor starts this one again
-                    self._durable = ("", False, None)
+                    self._durable = ("", False, None, "")
                     self.trainer.end()
         if self.trainer.revive():
             self.result.kills += 1
@@ -448,7 +448,11 @@ def main() -> None:
         "unrecovered": result.unrecovered,
         "versions": campaign.versions,
         "states_checked": result.looks,
-        "recovery_s": {f"p{p}": round(recovery_s[int(p / 100 * (len(recovery_s) - 1))], 3) for p in (50, 90, 99, 100) if recovery_s},
+        "recovery_s": {
+            f"p{p}": round(recovery_s[int(p / 100 * (len(recovery_s) - 1))], 3)
+            for p in (50, 90, 99, 100)
+            if recovery_s
+        },
         "wall_s": round(time.monotonic() - began_s, 1),
         "problems": result.problems,
     }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Going on with a run from other weights than those of its newest version.
 
-A trainer that resumes from a checkpoint may be behind the bucket (the last versions were published after the checkpoint
-was saved) or ahead of it (they were lost). In both cases the chain goes forward: the next version leads from the newest
-state to the trainer's own, so that no reader has to go back.
+A trainer that resumes from a checkpoint may be behind the bucket (the last versions were published after the
+checkpoint was saved) or ahead of it (they were lost). In both cases the chain goes forward: the next version leads
+from the newest state to the trainer's own, so that no reader has to go back.
 """
 
 from __future__ import annotations
