@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -307,8 +308,10 @@ class Trainer(_Process):
 
     def _save(self) -> None:
         temporary = self._saved.with_name(f".saved-{os.getpid()}.npz")
-        np.savez(temporary, **self.bits, **{"/step": np.array(self.step)})
-        os.replace(temporary, self._saved)
+        # a full disk keeps the checkpoint before
+        with suppress(OSError):
+            np.savez(temporary, **self.bits, **{"/step": np.array(self.step)})
+            os.replace(temporary, self._saved)
 
     def _note_state(self) -> None:
         note(self._ledger, digest=str(self.digest), bits=hash_bits(self.bits))
