@@ -9,17 +9,15 @@ import secrets
 import time
 from pathlib import Path
 
-from delta_wire.chain import BucketReader, anchor_prefix
-from delta_wire.checkpoint import Checkpoint
+from delta_wire.anchors import upload_anchor
+from delta_wire.chain import BucketReader
 from delta_wire.digest import Digest
 from delta_wire.errors import (
     BaseMismatchError,
-    DigestMismatchError,
     ObjectExistsError,
     SetupError,
     WriterConflictError,
 )
-from delta_wire.files import sha256_file
 from delta_wire.manifest import (
     POINTER_KEY,
     AnchorPart,
@@ -31,7 +29,7 @@ from delta_wire.manifest import (
     table_key,
 )
 from delta_wire.state import TensorTable
-from delta_wire.stores.base import Store, is_key
+from delta_wire.stores.base import Store
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +53,8 @@ def first_version(
         reference = str(Path(reference).resolve())
     ref = ObjectRef(table_key(table.sha256), len(table.to_bytes()), table.sha256)
     store.put(ref.key, table.to_bytes())
-    anchor = AnchorPart(reference)
+    anchor = AnchorPart(reference) if anchor_dir is None else upload_anchor(store, anchor_dir, table, digest, 0)
     head = Manifest(version, digest, ref, table.num_params, 0, step, round(time.time(), 3), None, None, anchor)
-    if anchor_dir is not None:
-        anchor = AnchorPart(None, upload_anchor(store, anchor_dir, table, digest, anchor_prefix(head)))
-        head = Manifest(version, digest, ref, table.num_params, 0, step, head.created_unix_s, None, None, anchor)
     # what no reader would accept is refused before it is written
     head = Manifest.from_bytes(head.to_bytes(), f"{store.url}/{manifest_key(0)}")
     try:
@@ -119,24 +114,3 @@ def finish_predecessor(reader: BucketReader, head: Manifest, unseen: list[int], 
             write_pointer(reader.store, found)
             return found
     return head
-
-
-def upload_anchor(
-    store: Store, folder: Path, table: TensorTable, digest: Digest, prefix: str
-) -> tuple[ObjectRef, ...]:
-    checkpoint = Checkpoint(folder)
-    table.require_same(checkpoint.table(), "the trainer's model", str(folder))
-    found = checkpoint.digest()
-    if found != digest:
-        raise DigestMismatchError(
-            f"{folder}: the checkpoint to upload has digest {found}, the trainer's weights have {digest}; save it "
-            "again"
-        )
-    refs = []
-    for name in [*checkpoint.other_files(), *checkpoint.weight_files()]:
-        path = folder / name
-        if not is_key(prefix + name):
-            raise SetupError(f"{path}: this file name cannot be the key of an object; rename the file")
-        refs.append(ObjectRef(prefix + name, path.stat().st_size, sha256_file(path)))
-        store.put(refs[-1].key, path)
-    return tuple(refs)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 
 from delta_wire import encodings
 from delta_wire.acks import Ack, read_acks
+from delta_wire.anchors import anchor_prefix, stream_anchor
 from delta_wire.begin import (
     finish_predecessor,
     first_version,
@@ -27,14 +29,17 @@ from delta_wire.errors import (
     BaseMismatchError,
     DigestMismatchError,
     FormatError,
+    MismatchError,
     ObjectExistsError,
     ObjectNotFoundError,
+    SetupError,
     WriterConflictError,
 )
 from delta_wire.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_POINTER_BYTES,
     POINTER_KEY,
+    AnchorPart,
     DeltaPart,
     Manifest,
     Parent,
@@ -43,6 +48,7 @@ from delta_wire.manifest import (
     manifest_key,
 )
 from delta_wire.parts import Part, check_delta, put_delta
+from delta_wire.rejoin import delta_from
 from delta_wire.state import (
     Delta,
     OldBits,
@@ -55,6 +61,7 @@ from delta_wire.state import (
 from delta_wire.stores.base import Store
 
 __all__ = ["BucketReader", "BucketWriter", "Published"]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,8 @@ class BucketWriter:
         reference: str | None,
         anchor_dir: Path | None = None,
         step: int | None = None,
+        bits: OldBits | None = None,
+        files: Path | None = None,
     ) -> BucketWriter:
         """Begin a run in an empty bucket, or take over the run that is there.
 
@@ -124,9 +133,13 @@ class BucketWriter:
             reference (`str`, *optional*): where servers find exactly these weights: a folder, or `repo@revision`.
             anchor_dir (`Path`, *optional*): a checkpoint with exactly these weights, uploaded in place of a reference.
             step (`int`, *optional*): optimizer step.
+            bits (`Callable`, *optional*): the trainer's whole tensors, uint16, if it may go on from other weights than
+                those of the newest version, as after a resume: the difference becomes the next version, or an anchor
+                where what the difference would be told from is lost.
+            files (`Path`, *optional*): folder with configuration, tokenizer and templates for such an anchor.
 
-        A bucket with a run is continued under the next epoch if its newest version has this table and digest.
-        [`ModelMismatchError`] or [`BaseMismatchError`] otherwise; nothing is written then.
+        A bucket with a run is continued under the next epoch if its newest version has this table and digest, or
+        `bits` are given. [`ModelMismatchError`] or [`BaseMismatchError`] otherwise; nothing is written then.
         """
         encodings.get("plain").check_table(table)
         reader = BucketReader(store)
@@ -143,12 +156,29 @@ class BucketWriter:
         next_seq = max(unseen, default=head.version.seq) + 1
         if head.digest != digest:
             head = finish_predecessor(reader, head, unseen, digest)
-        if head.digest != digest:
+        writer = cls(store, table, head, head.version.epoch + 1, next_seq)
+        if head.digest == digest:
+            return writer
+        if bits is None:
             raise BaseMismatchError(
                 f"{store.url}: the newest version {head.version} has digest {head.digest}, the trainer's weights have "
                 f"{digest}; resume from the weights of that version (delta-wire checkout) or use an empty bucket"
             )
-        return cls(store, table, head, head.version.epoch + 1, next_seq)
+        logger.warning(
+            "%s: the trainer's weights are not those of the newest version %s; the next version leads from there to "
+            "them",
+            store.url,
+            head.version,
+        )
+        try:
+            delta = delta_from(reader, head, table, digest, bits)
+        except (FormatError, MismatchError, ObjectNotFoundError, SetupError) as error:
+            logger.warning("%s: uploading a checkpoint instead: %s", store.url, error)
+            anchor = stream_anchor(store, table, bits, seq=next_seq, digest=digest, files=files)
+            writer._begin(writer._manifest(None, digest, step, anchor, table.num_params), {})
+        else:
+            writer.publish(delta, digest=digest, step=step)
+        return writer
 
     def publish(
         self,
@@ -158,6 +188,7 @@ class BucketWriter:
         step: int | None,
         encoding: str = "packed",
         old_bits: OldBits | None = None,
+        anchor: AnchorPart | None = None,
     ) -> Published:
         """Publish the next version.
 
@@ -168,6 +199,8 @@ class BucketWriter:
             encoding (`str`, *optional*, defaults to `"packed"`): how the delta is written.
             old_bits (`Callable`, *optional*): whole tensors of the newest version's state, for encoding `context`,
                 and for tensors that are smaller sent whole.
+            anchor ([`~delta_wire.manifest.AnchorPart`], *optional*): a checkpoint of the new state, uploaded for
+                [`BucketWriter.next_seq`] and this digest.
 
         After a [`~delta_wire.errors.StoreError`] call again with the same delta: whatever had reached the bucket is
         found there, so that no version is lost or published twice.
@@ -187,9 +220,11 @@ class BucketWriter:
             self._require_own_pointer()
             self._check(delta, digest)
             ref = put_delta(self.store, self.table, delta, seq=self._next_seq, encoding=encoding, old_bits=old_bits)
-            manifest = self._manifest(DeltaPart(encoding, (ref,)), num_changed(delta), digest, step)
-            self._pending = (manifest, delta)
-            self._commit(manifest)
+            if anchor is not None and not anchor.objects[0].key.startswith(anchor_prefix(self._next_seq, digest)):
+                # uploaded for a number that another try has taken
+                anchor = None
+            manifest = self._manifest(DeltaPart(encoding, (ref,)), digest, step, anchor, num_changed(delta))
+            self._begin(manifest, delta)
         return Published(manifest, manifest.delta.size_bytes if manifest.delta else 0, time.monotonic() - began_s)
 
     def commit(self, parts: Sequence[Part], *, step: int | None) -> Published:
@@ -216,7 +251,7 @@ class BucketWriter:
             (encoding,) = {part.encoding for part in parts}
             digest = sum((part.change for part in parts), self.digest)
             changed_params = sum(part.changed_params for part in parts)
-            pending = self._manifest(DeltaPart(encoding, refs), changed_params, digest, step)
+            pending = self._manifest(DeltaPart(encoding, refs), digest, step, None, changed_params)
             self._pending = (pending, {})
         # the same bytes in every try: whichever of them arrives is this version
         self._commit(pending)
@@ -238,7 +273,18 @@ class BucketWriter:
                 "the delta does not begin at that version. Build it against the snapshot of what was published last."
             )
 
-    def _manifest(self, delta: DeltaPart, changed_params: int, digest: Digest, step: int | None) -> Manifest:
+    def _begin(self, manifest: Manifest, delta: Delta) -> None:
+        self._pending = (manifest, delta)
+        self._commit(manifest)
+
+    def _manifest(
+        self,
+        delta: DeltaPart | None,
+        digest: Digest,
+        step: int | None,
+        anchor: AnchorPart | None,
+        changed_params: int,
+    ) -> Manifest:
         seq, head = self._next_seq, self._head
         manifest = Manifest(
             version=VersionId(head.version.run, self._epoch, seq),
@@ -250,7 +296,7 @@ class BucketWriter:
             created_unix_s=round(time.time(), 3),
             parent=Parent(head.version.seq, head.version.epoch, head.digest, head.sha256),
             delta=delta,
-            anchor=None,
+            anchor=anchor,
         )
         # what no reader would accept is refused before it is written
         return Manifest.from_bytes(manifest.to_bytes(), f"{self.store.url}/{manifest_key(seq)}")

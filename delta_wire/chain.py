@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from delta_wire import encodings
+from delta_wire.anchors import anchor_prefix
 from delta_wire.digest import Digest
 from delta_wire.errors import FormatError, ObjectNotFoundError
 from delta_wire.files import sha256_file, staging, temporary_beside
@@ -236,7 +237,7 @@ class BucketReader:
                 f"{self.store.url}: the anchor of version {manifest.version} has {size_bytes} bytes, expected at most "
                 f"{most}"
             )
-        prefix = anchor_prefix(manifest)
+        prefix = anchor_prefix(manifest.version.seq, manifest.digest)
         for ref in manifest.anchor.objects:
             if not ref.key.startswith(prefix):
                 raise FormatError(f"{self._source(ref.key)}: not in the folder of this anchor, {prefix}")
@@ -256,11 +257,6 @@ class BucketReader:
 
     def _source(self, key: str) -> str:
         return f"{self.store.url}/{key}"
-
-
-def anchor_prefix(manifest: Manifest) -> str:
-    """Folder of a version's uploaded anchor."""
-    return f"anchors/{manifest.version.seq:012d}-{str(manifest.digest)[:16]}/"
 
 
 def _require_same_bytes(source: str, ref: ObjectRef, size_bytes: int, sha256: str) -> None:

@@ -96,19 +96,24 @@ class Checkpoint:
 
     def other_files(self) -> list[str]:
         """Relative paths of everything that is not weights: configuration, tokenizer, chat templates, code."""
-        found = []
-        for folder in (self.folder, *(self.folder / name for name in _SUBFOLDERS)):
-            if not folder.is_dir():
-                continue
-            for path in folder.iterdir():
-                if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_SUFFIXES):
-                    found.append(path.relative_to(self.folder).as_posix())
-        return sorted(found)
+        return other_files(self.folder)
 
     def weight_files(self) -> list[str]:
         """Names of the files that hold the weights, and of their index."""
         names = sorted(set(self.layout.values()))
         return [*names, INDEX_FILE] if (self.folder / INDEX_FILE).is_file() else names
+
+
+def other_files(root: Path) -> list[str]:
+    """Relative paths of everything in a checkpoint's folder that is not weights."""
+    found = []
+    for folder in (root, *(root / name for name in _SUBFOLDERS)):
+        if not folder.is_dir():
+            continue
+        for path in folder.iterdir():
+            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_SUFFIXES):
+                found.append(path.relative_to(root).as_posix())
+    return sorted(found)
 
 
 def _read_layout(folder: Path) -> dict[str, str]:

@@ -14,9 +14,10 @@ import numpy as np
 from delta_wire.bucket import Published
 from delta_wire.digest import Digest
 from delta_wire.errors import StoreError
-from delta_wire.manifest import VersionId
+from delta_wire.manifest import AnchorPart, VersionId
 from delta_wire.state import Delta, OldBits, compose, num_changed
 from delta_wire.stores import Store
+from trl_delta.anchors import AnchorMaker
 
 logger = logging.getLogger(__name__)
 # how long a thread that hangs in a call to the store is waited for when closing
@@ -34,8 +35,18 @@ class Writer(Protocol):
     @property
     def digest(self) -> Digest: ...
 
+    @property
+    def next_seq(self) -> int: ...
+
     def publish(
-        self, delta: Delta, *, digest: Digest, step: int | None, encoding: str, old_bits: OldBits | None
+        self,
+        delta: Delta,
+        *,
+        digest: Digest,
+        step: int | None,
+        encoding: str,
+        old_bits: OldBits | None,
+        anchor: AnchorPart | None,
     ) -> Published: ...
 
 
@@ -81,6 +92,9 @@ class Publisher:
         encoding (`str`, *optional*, defaults to `"packed"`): encoding of the deltas.
         mirror (`dict`, *optional*): all bits of the writer's version by tensor name, uint16, flat, for encodings that
             need them; kept up to date with what is durable.
+        anchors ([`~trl_delta.anchors.AnchorMaker`], *optional*): knows when a version gets an anchor; needs
+            `snapshot`.
+        snapshot (callable, *optional*): a copy of a tensor as it was last handed over, uint16.
         retry_min_s, retry_max_s (`float`, *optional*): first and longest pause between two tries.
     """
 
@@ -91,6 +105,8 @@ class Publisher:
         step: int,
         encoding: str = "packed",
         mirror: dict[str, np.ndarray] | None = None,
+        anchors: AnchorMaker | None = None,
+        snapshot: OldBits | None = None,
         retry_min_s: float = 0.5,
         retry_max_s: float = 30.0,
     ):
@@ -99,6 +115,10 @@ class Publisher:
         self.records: list[Record] = []
         self._encoding = encoding
         self._mirror = mirror
+        self._anchors = anchors
+        self._snapshot = snapshot
+        # held while the snapshot moves and until what changed has been handed over
+        self.extracting = threading.Lock()
         self._retry_s = (retry_min_s, retry_max_s)
         self._start_seq = writer.version.seq
         self._digests = {self._start_seq: writer.digest}
@@ -136,7 +156,7 @@ class Publisher:
             return self._since_s.get(seq, self._since_s[self._start_seq])
 
     def submit(self, delta: Delta, *, digest: Digest, step: int) -> None:
-        """Hand a delta over. Called by the training thread.
+        """Hand a delta over. Called by the training thread, which holds `extracting` if there are anchors.
 
         Args:
             delta (`Delta`): change since the previous call, with old bits; may be empty.
@@ -197,12 +217,14 @@ class Publisher:
         pause_s, longest_s = self._retry_s
         while True:
             try:
+                anchor = self._make_anchor(item)
                 published = self.writer.publish(
                     item.delta,
                     digest=item.digest,
                     step=item.step,
                     encoding=self._encoding,
                     old_bits=None if self._mirror is None else self._mirror.__getitem__,
+                    anchor=anchor,
                 )
             except StoreError as error:
                 self._report_outage(error)
@@ -219,8 +241,26 @@ class Publisher:
                 self._report_recovery(published)
                 return published
 
+    def _make_anchor(self, item: _Item) -> AnchorPart | None:
+        if self._anchors is None or not self._anchors.due:
+            return None
+        return self._anchors.make(self._bits_in_flight, self.writer.next_seq, item.digest)
+
+    def _bits_in_flight(self, name: str) -> np.ndarray:
+        """A tensor in the state that is being published: the snapshot without what has changed since."""
+        assert self._snapshot is not None, "anchors need a snapshot"
+        with self.extracting:
+            bits = self._snapshot(name)
+            part = None if self._pending is None else self._pending.delta.get(name)
+            if part is not None:
+                assert part.old is not None, "the detector hands old bits over"
+                bits.reshape(-1)[part.indices] = part.old
+        return bits
+
     def _record(self, item: _Item, published: Published) -> None:
         seq = published.manifest.version.seq
+        if self._anchors is not None:
+            self._anchors.published(published.manifest)
         if self._mirror is not None:
             for name, part in item.delta.items():
                 self._mirror[name][part.indices] = part.new

@@ -6,6 +6,7 @@ Nothing here knows vLLM or touches a weight.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from typing import Literal
 
 from delta_wire.bucket import BucketReader
 from delta_wire.digest import Digest
-from delta_wire.errors import BaseMismatchError, ObjectNotFoundError
+from delta_wire.errors import BaseMismatchError, FormatError, ObjectNotFoundError
 from delta_wire.manifest import Ack, Manifest, VersionId
 from delta_wire.state import Delta, TensorTable, compose
 from delta_wire.stores import open_store
 from vllm_delta.mirror import Base, Mirror
 from vllm_delta.staging import write_staged
+
+logger = logging.getLogger("vllm.vllm_delta.subscriber")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class Subscriber:
         self._folder: Path | None = None
         self._reader: BucketReader | None = None
         self._mirror: Mirror | None = None
+        # what was wrong with the bucket the last time
+        self._trouble: str | None = None
 
     @property
     def reader(self) -> BucketReader:
@@ -83,23 +88,37 @@ class Subscriber:
         return self.reader.table(manifest)
 
     def locate(self, digest: Digest, target: Manifest, folder: Path) -> Position | None:
-        """Which version of the run the loaded checkpoint is; `None` if none that a delta leads on from.
+        """Which version of the run the loaded checkpoint is; `None` if it is none that is known.
+
+        The first version of a run is always known, also when retention has removed what came after it.
 
         Args:
             digest (`Digest`): of the loaded checkpoint.
             target (`Manifest`): newest version.
             folder (`Path`): of the loaded checkpoint.
         """
-        chain = self.reader.chain(digest, target)
-        if chain is None:
+        found = self._find(digest, target)
+        if found is None:
             return None
-        found = target
-        if chain:
-            parent = chain[0].parent
-            assert parent is not None, "a version with a delta has a parent"
-            found = self.reader.manifest(parent.seq, parent.manifest_sha256)
         self._mirror = Mirror(Base(found, folder))
         return Position(found.version, digest)
+
+    def _find(self, digest: Digest, target: Manifest) -> Manifest | None:
+        try:
+            for manifest in self.reader.walk(target):
+                if manifest.digest == digest:
+                    return manifest
+        except ObjectNotFoundError:
+            # old versions have been removed, all but the manifest of the first
+            pass
+        except FormatError as error:
+            if not self._seen_before(error):
+                raise
+        try:
+            first = self.reader.manifest(0)
+        except ObjectNotFoundError:
+            return None
+        return first if first.version.run == target.version.run and first.digest == digest else None
 
     def stage(self, position: Position, target: Manifest, *, past: bool = False) -> Staged:
         """Stage what leads from a position to a version: one composed delta, or else a whole checkpoint.
@@ -113,11 +132,23 @@ class Subscriber:
         Returns:
             `Staged`: with a checkpoint its version may lie before the target; stage again from there.
         """
-        chain = self.reader.chain(position.digest, target)
-        if chain is not None and not past:
-            return self._stage_delta(chain, target)
+        if not past:
+            try:
+                chain = self.reader.chain(position.digest, target)
+                if chain is not None:
+                    return self._stage_delta(chain, target)
+            except (FormatError, ObjectNotFoundError) as error:
+                # once may be a bad moment; for good, only a later anchor leads on
+                if not self._seen_before(error) or not self.can_go_past(position, target):
+                    raise
+                logger.warning("going on from an anchor: %s", error)
+                return self.stage_checkpoint(target)
         self._refuse_fork(position, target)
         return self.stage_checkpoint(target)
+
+    def _seen_before(self, error: Exception) -> bool:
+        before, self._trouble = self._trouble, str(error)
+        return before == self._trouble
 
     def _stage_delta(self, chain: list[Manifest], target: Manifest) -> Staged:
         composed: Delta = {}
@@ -147,12 +178,13 @@ class Subscriber:
         except ObjectNotFoundError:
             # the versions in between have been removed: nothing left to compare with
             return
-        if ours is not None and ours.version.seq == here.seq and ours.digest != position.digest:
-            raise BaseMismatchError(
-                f"{self.url}: version {target.version} descends from {ours.version} with digest {ours.digest}, this "
-                f"server serves {here} with {position.digest}; two trainers wrote to one bucket. Give each run a "
-                "bucket of its own and restart the server on the one to follow."
-            )
+        if ours is None or ours.version.seq != here.seq or ours.digest == position.digest:
+            return
+        raise BaseMismatchError(
+            f"{self.url}: version {target.version} descends from {ours.version} with digest {ours.digest}, this "
+            f"server serves {here} with {position.digest}; two trainers wrote to one bucket. Give each run a "
+            "bucket of its own and restart the server on the one to follow."
+        )
 
     def can_go_past(self, position: Position, target: Manifest) -> bool:
         """Whether an anchor lies between a position and a version, so that the deltas between need not be used."""

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short forms of the campaigns in benchmarks/; the long ones' results are stored beside them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script: str, *options: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), "--json", *options],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd="/",
+        check=False,
+    )
+    assert done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_hostile_objects_are_refused():
+    report = run("fuzz.py", "--count", "1000")
+    assert report["failures"] == 0, report["problems"]
+    assert report["cases"] == 1000 and report["refused"] > 800 and report["identical"] > 5
+    assert len(report["by_kind"]) == 9
+
+
+@pytest.mark.parametrize("store", ["file"])
+def test_faults_leave_no_wrong_state_and_nobody_behind(store: str):
+    report = run("faults.py", "--count", "50", "--seed", "11", "--store", store, "--timeout-s", "120")
+    assert report["wrong_states"] == 0 and report["unrecovered"] == 0, report["problems"]
+    assert report["faults"] >= 50 and report["versions"] > 10 and report["states_checked"] > 20

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a run gets a new anchor, and how its weights are read while training goes on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from delta_wire.anchors import stream_anchor
+from delta_wire.chain import BucketReader
+from delta_wire.digest import Digest
+from delta_wire.errors import DeltaError, ObjectNotFoundError, StoreError
+from delta_wire.manifest import AnchorPart, Manifest
+from delta_wire.state import OldBits, TensorTable
+from delta_wire.stores import Store
+
+logger = logging.getLogger(__name__)
+
+
+class AnchorMaker:
+    """Uploads a checkpoint once the deltas since the last one have cost more than it does.
+
+    So what a reader fetches at the most to get from a restart point to the newest version is bounded by the size of
+    the model, whatever the number of versions. An upload that fails is no failure of the run: it is tried again when
+    another tenth of the price has come together.
+
+    Args:
+        store ([`~delta_wire.stores.Store`]): the bucket.
+        table ([`~delta_wire.state.TensorTable`]): the model.
+        newest ([`~delta_wire.manifest.Manifest`], *optional*): version that publishing goes on from.
+        factor (`float`): price of an anchor in sizes of the model.
+        files (`Path`, *optional*): folder with configuration, tokenizer and templates.
+    """
+
+    def __init__(
+        self, store: Store, table: TensorTable, newest: Manifest | None, *, factor: float, files: Path | None = None
+    ):
+        self._store = store
+        self._table = table
+        self._price_bytes = factor * table.full_bytes
+        self._files = files
+        self._chain_bytes = 0 if newest is None else _chain_bytes(BucketReader(store), newest)
+        self._due_bytes = self._price_bytes
+
+    @property
+    def due(self) -> bool:
+        return self._chain_bytes >= self._due_bytes
+
+    def make(self, bits: OldBits, seq: int, digest: Digest) -> AnchorPart | None:
+        """Upload a state as the anchor of the version to come; `None` if that cannot be done now."""
+        try:
+            return stream_anchor(self._store, self._table, bits, seq=seq, digest=digest, files=self._files)
+        except StoreError as error:
+            self._due_bytes = self._chain_bytes + self._price_bytes / 10
+            logger.warning("delta sync: no anchor for version %d this time: %s", seq, error)
+            return None
+
+    def published(self, manifest: Manifest) -> None:
+        """A version is durable."""
+        if manifest.anchor is not None:
+            self._chain_bytes, self._due_bytes = 0, self._price_bytes
+        elif manifest.delta is not None:
+            self._chain_bytes += manifest.delta.size_bytes
+
+
+def _chain_bytes(reader: BucketReader, newest: Manifest) -> int:
+    """Size of the deltas since the newest restart point."""
+    total = 0
+    try:
+        for manifest in reader.walk(newest):
+            if manifest.anchor is not None:
+                break
+            total += manifest.delta.size_bytes if manifest.delta is not None else 0
+    except (DeltaError, ObjectNotFoundError) as error:
+        logger.warning("delta sync: cannot see how long the chain is, an anchor comes later: %s", error)
+    return total
