@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from delta_wire.manifest import (
     manifest_key,
 )
 from delta_wire.parts import Part, check_delta, put_delta
+from delta_wire.rejoin import delta_from
 from delta_wire.state import (
     Delta,
     OldBits,
@@ -55,6 +57,7 @@ from delta_wire.state import (
 from delta_wire.stores.base import Store
 
 __all__ = ["BucketReader", "BucketWriter", "Published"]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ class BucketWriter:
         reference: str | None,
         anchor_dir: Path | None = None,
         step: int | None = None,
+        bits: OldBits | None = None,
     ) -> BucketWriter:
         """Begin a run in an empty bucket, or take over the run that is there.
 
@@ -124,9 +128,11 @@ class BucketWriter:
             reference (`str`, *optional*): where servers find exactly these weights: a folder, or `repo@revision`.
             anchor_dir (`Path`, *optional*): a checkpoint with exactly these weights, uploaded in place of a reference.
             step (`int`, *optional*): optimizer step.
+            bits (`Callable`, *optional*): the trainer's whole tensors, uint16, if it may go on from other weights than
+                those of the newest version, as after a resume: the difference becomes the next version.
 
-        A bucket with a run is continued under the next epoch if its newest version has this table and digest.
-        [`ModelMismatchError`] or [`BaseMismatchError`] otherwise; nothing is written then.
+        A bucket with a run is continued under the next epoch if its newest version has this table and digest, or
+        `bits` are given. [`ModelMismatchError`] or [`BaseMismatchError`] otherwise; nothing is written then.
         """
         encodings.get("plain").check_table(table)
         reader = BucketReader(store)
@@ -143,12 +149,22 @@ class BucketWriter:
         next_seq = max(unseen, default=head.version.seq) + 1
         if head.digest != digest:
             head = finish_predecessor(reader, head, unseen, digest)
-        if head.digest != digest:
+        writer = cls(store, table, head, head.version.epoch + 1, next_seq)
+        if head.digest == digest:
+            return writer
+        if bits is None:
             raise BaseMismatchError(
                 f"{store.url}: the newest version {head.version} has digest {head.digest}, the trainer's weights have "
                 f"{digest}; resume from the weights of that version (delta-wire checkout) or use an empty bucket"
             )
-        return cls(store, table, head, head.version.epoch + 1, next_seq)
+        logger.warning(
+            "%s: the trainer's weights are not those of the newest version %s; the next version leads from there to "
+            "them",
+            store.url,
+            head.version,
+        )
+        writer.publish(delta_from(reader, head, table, digest, bits), digest=digest, step=step)
+        return writer
 
     def publish(
         self,
