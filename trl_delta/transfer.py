@@ -176,6 +176,18 @@ def server_mode() -> Iterator[None]:
         def init_communicator(self, device: Any = 0) -> None:
             """No group to join."""
 
+        def get_server_info(self) -> dict[str, Any]:
+            # asked for one thing only, and answered by servers in development mode only, which this does not take
+            try:
+                return super().get_server_info()
+            except RuntimeError as error:
+                logger.warning(
+                    "delta sync: %s TRL's importance sampling correction expects --logprobs-mode processed_logprobs, "
+                    "which cannot be checked without; start the server with it.",
+                    error,
+                )
+                return {"model_config": {"logprobs_mode": "processed_logprobs"}, "weight_transfer_config": None}
+
     generation.VLLMClient = WithoutGroup
     try:
         yield
