@@ -2,7 +2,7 @@
 """Publish the weights of a TRL or transformers trainer as sparse deltas.
 
 trl_delta.DeltaSyncCallback(bucket="...")      for any Trainer
-trl_delta.attach(trainer, bucket="...")        AsyncGRPOTrainer without NCCL
+trl_delta.attach(trainer, bucket="...")        AsyncGRPOTrainer, and GRPOTrainer in vLLM server mode, without NCCL
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from trl_delta.callback import DeltaSyncCallback
     from trl_delta.config import DeltaSyncConfig
     from trl_delta.session import DeltaSyncSession
-    from trl_delta.transfer import DeltaWeightTransfer, attach
+    from trl_delta.transfer import DeltaWeightTransfer, attach, server_mode
 
-__all__ = ["DeltaSyncCallback", "DeltaSyncConfig", "DeltaSyncSession", "DeltaWeightTransfer", "attach"]
+__all__ = ["DeltaSyncCallback", "DeltaSyncConfig", "DeltaSyncSession", "DeltaWeightTransfer", "attach", "server_mode"]
 
 # torch, transformers and trl are imported with the first name that needs them
 _HOME = {
@@ -25,6 +25,7 @@ _HOME = {
     "DeltaSyncSession": "trl_delta.session",
     "DeltaWeightTransfer": "trl_delta.transfer",
     "attach": "trl_delta.transfer",
+    "server_mode": "trl_delta.transfer",
 }
 
 

@@ -19,12 +19,13 @@ class DeltaSyncConfig:
     """How a training run publishes its weights.
 
     The fields share a namespace with those of a trainer's own config when a command line or a YAML file is parsed into
-    both, hence their prefix.
+    both, hence their prefix. It can also be a base of a config class of your own, which the callback then finds in the
+    trainer's arguments: `@dataclass class MyConfig(DeltaSyncConfig, GRPOConfig)`.
 
     Args:
         delta_sync_bucket (`str`, *optional*):
-            Address of the bucket: a folder that trainer and servers reach, or `file:///folder`. May be given to
-            [`DeltaSyncCallback`] or [`attach`] instead.
+            Address of the bucket, by which the servers know it, too: a folder that both reach, or the URL of a store.
+            May be given to [`DeltaSyncCallback`] or [`attach`] instead.
         delta_sync_steps (`int`, *optional*, defaults to `1`):
             Publish every so many optimizer steps. What is skipped is part of the next version, and the last step is
             always published.
@@ -47,11 +48,18 @@ class DeltaSyncConfig:
             A server that has fallen behind and has said nothing for so many seconds is taken for gone.
         delta_sync_ack_poll_s (`float`, *optional*, defaults to `0.2`):
             Seconds between two looks at the servers' acknowledgements.
+        delta_sync_max_lag_versions (`int`, *optional*):
+            How many versions the slowest server may be behind the newest weights before the trainer waits for it.
+            Unset, AsyncGRPO and all trainers that only publish never wait; GRPO in server mode, whose generation is
+            part of a step, waits for the weights of the step, as with `0`.
+        delta_sync_lag_timeout_s (`float`, *optional*, defaults to `300.0`):
+            Longest such wait in seconds. Then `delta_sync_on_failure` decides: `"warn"` reports it once and trains on
+            until the servers have caught up, `"stop"` raises.
     """
 
     delta_sync_bucket: str | None = field(
         default=None,
-        metadata={"help": "Address of the bucket: a folder that trainer and servers reach, or file:///folder."},
+        metadata={"help": "Address of the bucket: a folder that trainer and servers reach, or the URL of a store."},
     )
     delta_sync_steps: int = field(
         default=1,
@@ -92,8 +100,23 @@ class DeltaSyncConfig:
         default=0.2,
         metadata={"help": "Seconds between two looks at the servers' acknowledgements."},
     )
+    delta_sync_max_lag_versions: int | None = field(
+        default=None,
+        metadata={
+            "help": "Versions that the slowest server may be behind before the trainer waits for it; unset, only GRPO "
+            "in server mode waits, for the weights of its step."
+        },
+    )
+    delta_sync_lag_timeout_s: float = field(
+        default=300.0,
+        metadata={"help": "Longest wait in seconds for servers that are behind; then delta_sync_on_failure decides."},
+    )
 
     def __post_init__(self):
+        # a base of somebody's own config is followed by the trainer's, which has work of its own to do here
+        trainers = getattr(super(), "__post_init__", None)
+        if trainers is not None:
+            trainers()
         if self.delta_sync_encoding not in ENCODINGS:
             raise SetupError(
                 f"delta_sync_encoding (or {ENCODING_VARIABLE}): expected one of {', '.join(ENCODINGS)}, found "
@@ -107,7 +130,17 @@ class DeltaSyncConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise SetupError(f"{name}: expected a whole number of at least 1, found {value!r}")
-        for name in ("delta_sync_close_timeout_s", "delta_sync_start_timeout_s", "delta_sync_server_timeout_s"):
+        lag = self.delta_sync_max_lag_versions
+        if lag is not None and (type(lag) is not int or lag < 0):
+            raise SetupError(
+                f"delta_sync_max_lag_versions: expected a whole number of at least 0, or nothing, found {lag!r}"
+            )
+        for name in (
+            "delta_sync_close_timeout_s",
+            "delta_sync_start_timeout_s",
+            "delta_sync_server_timeout_s",
+            "delta_sync_lag_timeout_s",
+        ):
             _require_seconds(name, getattr(self, name), least=0.0)
         _require_seconds("delta_sync_ack_poll_s", self.delta_sync_ack_poll_s, least=0.001)
 

@@ -140,6 +140,12 @@ class Publisher:
         """Sequence number of the newest durable version."""
         return self._durable_seq
 
+    @property
+    def newest_seq(self) -> int:
+        """Sequence number that the newest weights handed over will have, once all on its way is durable."""
+        with self._changed:
+            return self._durable_seq + sum(item is not None for item in (self._in_flight, self._pending))
+
     def digest_of(self, seq: int) -> Digest | None:
         """Digest of a version of this session, `None` for others."""
         with self._changed:

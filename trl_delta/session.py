@@ -3,26 +3,27 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import shutil
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from delta_wire import encodings, kernels
 from delta_wire.bucket import BucketReader, BucketWriter
-from delta_wire.checkpoint import SINGLE_FILE, Checkpoint, resolve_reference
-from delta_wire.container import write_tensors
-from delta_wire.errors import FormatError, ModelMismatchError, SetupError
-from delta_wire.state import DTYPE, TensorTable, num_changed
+from delta_wire.checkpoint import Checkpoint
+from delta_wire.errors import SetupError
+from delta_wire.state import OldBits, num_changed
 from delta_wire.stores import Store, open_store
 from trl_delta.acks import AckWatcher
+from trl_delta.base import base_checkpoint, require_base, save_anchor
 from trl_delta.config import DeltaSyncConfig
-from trl_delta.detector import Detector, live_bits
+from trl_delta.detector import Detector
 from trl_delta.names import LiveTensor, Naming, refuse_unsupported, table_of
+from trl_delta.pace import Pace
 from trl_delta.publisher import Publisher
+from trl_delta.resume import Resumed
 from trl_delta.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class DeltaSyncSession:
         self._closed = False
         self._failure_reported = False
         self._last_step = 0
+        self._extracted_step = 0
         self._extract_s = 0.0
         self._changed_frac = 0.0
 
@@ -67,36 +69,39 @@ class DeltaSyncSession:
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         step: int = 0,
         world_size: int = 1,
+        resumed: Resumed | None = None,
     ) -> None:
         """Take the model's weights as they are now for the first version.
 
         An empty bucket gets version 0: a reference to the checkpoint that the model was loaded from if the weights
         still equal it in every bit, or else a checkpoint of its own. A bucket with a run is continued if its newest
-        version is exactly these weights.
+        version is exactly these weights, or if they come from a trainer's checkpoint of this run: what they differ by
+        is the next version then, whether the checkpoint is older than the bucket or newer.
 
         Args:
             model (`torch.nn.Module`): the training model, on one process.
             processing_class (*optional*): tokenizer or processor; goes into a checkpoint that is uploaded.
             step (`int`, *optional*, defaults to `0`): optimizer step of the weights.
             world_size (`int`, *optional*, defaults to `1`): training processes; more than one is refused.
+            resumed ([`Resumed`], *optional*): what the trainer's checkpoint says, if training resumes from one.
         """
         if self.started:
             raise SetupError(f"{self.bucket}: this session has started already; use a new callback for a second run")
         refuse_unsupported(model, world_size)
         kernels.warm_up()
         store = open_store(self.bucket, create=True)
-        reference, base = _base_checkpoint(model)
+        reference, base = base_checkpoint(model)
         base_table = None if base is None else base.table()
         self._naming = Naming(model, base_table)
         live = self._naming.live(model)
         self.table = table_of(live, [] if base_table is None else [base_table[name] for name in self._naming.kept])
         if base_table is not None:
-            _require_base(base_table, self.table, reference)
+            require_base(base_table, self.table, reference)
         kept = {} if base is None else {name: base.bits(name) for name in self._naming.kept}
         self.detector = Detector(live, kept)
-        writer = self._open_run(store, live, model, processing_class, reference, base, step)
+        writer = self._open_run(store, live, model, processing_class, reference, base, step, resumed)
         self._model = model
-        self._last_step = step
+        self._last_step = self._extracted_step = step
         encoding = self.config.delta_sync_encoding
         mirror = self.detector.copy_bits(live) if encodings.get(encoding).needs_old_weights else None
         self.publisher = Publisher(writer, step=step, encoding=encoding, mirror=mirror)
@@ -107,6 +112,7 @@ class DeltaSyncSession:
             server_timeout_s=self.config.delta_sync_server_timeout_s,
             poll_s=self.config.delta_sync_ack_poll_s,
         )
+        self.pace = Pace(self.bucket, self.config, self.publisher, self.watcher)
         logger.info("delta sync: version %s is in %s", writer.version, store.url)
 
     def live(self) -> list[LiveTensor]:
@@ -116,10 +122,25 @@ class DeltaSyncSession:
         return self._naming.live(self._model)
 
     def step(self, step: int) -> None:
-        """Weights have changed: extract and hand over, if it is their turn."""
+        """Weights have changed: extract and hand over, if it is their turn.
+
+        Waits for servers only where `delta_sync_max_lag_versions` says so.
+        """
         self._last_step = step
         if step % self.config.delta_sync_steps == 0:
             self._extract()
+            if self.config.delta_sync_max_lag_versions is not None:
+                self.pace.wait(self.config.delta_sync_max_lag_versions)
+
+    def sync(self) -> bool:
+        """Hand over the newest weights, whoever's turn it is, and wait for the servers to serve them.
+
+        Returns:
+            `bool`: whether the servers are as near as `delta_sync_max_lag_versions` (else `0`) demands.
+        """
+        if self._extracted_step != self._last_step:
+            self._extract()
+        return self.pace.wait(self.config.delta_sync_max_lag_versions or 0)
 
     def finish(self) -> bool:
         """Publish the last weights, wait until they are durable (bounded), and end the threads.
@@ -155,6 +176,11 @@ class DeltaSyncSession:
         self.publisher.close(timeout_s=0)
         self.watcher.close()
 
+    def resume_state(self) -> dict[str, Any]:
+        """What a trainer's checkpoint of these weights must hold, see [`Resumed`]."""
+        version = self.publisher.writer.version
+        return asdict(Resumed(version.run, self.publisher.durable_seq, str(self.detector.digest), self._last_step))
+
     def metrics(self) -> dict[str, float]:
         """What the trainer logs; bytes and ratio are those of the newest durable version."""
         metrics: dict[str, float] = {
@@ -174,6 +200,7 @@ class DeltaSyncSession:
         return metrics
 
     def _extract(self) -> None:
+        self._extracted_step = self._last_step
         failure = self.publisher.failure
         if failure is not None:
             self._report_failure(failure)
@@ -196,6 +223,11 @@ class DeltaSyncSession:
                 failure,
             )
 
+    def _bits_of(self, live: list[LiveTensor], base: Checkpoint | None) -> OldBits:
+        kept = () if base is None or self._naming is None else self._naming.kept
+        held = self.detector.copy_bits(live)
+        return lambda name: base.bits(name) if base is not None and name in kept else held[name]
+
     def _open_run(
         self,
         store: Store,
@@ -205,10 +237,26 @@ class DeltaSyncSession:
         reference: str | None,
         base: Checkpoint | None,
         step: int,
+        resumed: Resumed | None,
     ) -> BucketWriter:
         digest = self.detector.digest
-        if BucketReader(store).latest() is not None:
-            return BucketWriter.start(store, table=self.table, digest=digest, reference=reference, step=step)
+        if resumed is not None and resumed.digest != str(digest):
+            logger.warning(
+                "delta sync: the weights of step %d have digest %s, those that the checkpoint was saved with had %s; "
+                "they were saved in another precision, or something has changed them since (an adapter that was "
+                "merged twice?). What is published is what they are now.",
+                step,
+                digest,
+                resumed.digest,
+            )
+        head = BucketReader(store).latest()
+        if head is not None:
+            bits = None
+            if resumed is not None and resumed.run == head.version.run:
+                bits = self._bits_of(live, base)
+            return BucketWriter.start(
+                store, table=self.table, digest=digest, reference=reference, step=step, bits=bits
+            )
         if base is not None and base.digest() == digest:
             return BucketWriter.start(store, table=self.table, digest=digest, reference=reference, step=step)
         logger.info(
@@ -216,75 +264,7 @@ class DeltaSyncSession:
         )
         with tempfile.TemporaryDirectory(prefix="delta-anchor-") as folder:
             kept = {} if base is None or self._naming is None else dict.fromkeys(self._naming.kept, base)
-            _save_anchor(Path(folder), live, kept, unwrap(model), processing_class)
+            save_anchor(Path(folder), live, kept, unwrap(model), processing_class)
             return BucketWriter.start(
                 store, table=self.table, digest=digest, reference=None, anchor_dir=Path(folder), step=step
             )
-
-
-def _base_checkpoint(model: torch.nn.Module) -> tuple[str | None, Checkpoint | None]:
-    """The checkpoint that a model was loaded from, if it is at hand and in bf16."""
-    model = unwrap(model)
-    config = getattr(model, "config", None)
-    name = getattr(config, "_name_or_path", None) or getattr(model, "name_or_path", None)
-    if not name:
-        return None, None
-    commit = getattr(config, "_commit_hash", None)
-    if Path(name).is_dir():
-        reference = str(Path(name).resolve())
-    elif commit:
-        reference = f"{name}@{commit}"
-    else:
-        return None, None
-    try:
-        base = Checkpoint(resolve_reference(reference))
-        base.table()
-    except (SetupError, FormatError, ModelMismatchError) as error:
-        logger.info("delta sync: cannot refer to the checkpoint %s: %s", reference, error)
-        return reference, None
-    return reference, base
-
-
-def _require_base(base: TensorTable, found: TensorTable, reference: str | None) -> None:
-    try:
-        base.require_same(found, f"the checkpoint {reference}", "the training model")
-    except ModelMismatchError as error:
-        raise ModelMismatchError(
-            f"{error} If the model is meant to differ from it (more tokens, other layers), save it with "
-            "save_pretrained() and start trainer and servers from that folder."
-        ) from error
-
-
-def _save_anchor(
-    folder: Path,
-    live: list[LiveTensor],
-    kept: dict[str, Checkpoint],
-    model: torch.nn.Module,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
-) -> None:
-    """Write what `from_pretrained` and `vllm serve` open: the weights in bf16 with config and tokenizer.
-
-    Args:
-        kept (`dict`): checkpoint of each tensor that the model does not hold. The model is a part of that checkpoint
-            then, and the configuration is that of the whole.
-    """
-    tensors = {name: (DTYPE, bits.shape, bits) for name, bits in live_bits(live)}
-    tensors |= {name: (DTYPE, base.spec(name)[1], base.bits(name)) for name, base in kept.items()}
-    write_tensors(folder / SINGLE_FILE, tensors, {"format": "pt"})
-    config = getattr(model, "config", None)
-    if config is not None:
-        import torch
-
-        config = copy.deepcopy(config)
-        config.dtype = torch.bfloat16
-        config.architectures = config.architectures or [type(model).__name__]
-        config.save_pretrained(folder)
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        generation_config.save_pretrained(folder)
-    if processing_class is not None:
-        processing_class.save_pretrained(folder)
-    for base in set(kept.values()):
-        for name in base.other_files():
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(base.folder / name, folder / name)

@@ -308,6 +308,6 @@ def test_metrics_tell_what_is_served(tiny_model, tmp_path):
         session.close()
 
 
-def test_no_bucket_is_refused():
+def test_no_bucket_is_refused_when_the_trainer_is_made(tiny_model, tmp_path):
     with pytest.raises(SetupError, match="has no bucket"):
-        DeltaSyncCallback()
+        make_trainer(load(tiny_model("qwen3")), tmp_path, DeltaSyncCallback())

@@ -126,14 +126,14 @@ def make_trainer(tiny_model, tmp_path):
 
     from trl_delta.cpu import cpu_training
 
-    def make(*callbacks: TrainerCallback, **settings) -> AsyncGRPOTrainer:
+    def make(*callbacks: TrainerCallback, peft_config=None, weight_transfer=None, **settings) -> AsyncGRPOTrainer:
+        settings = {"learning_rate": 1e-5} | settings
         args = AsyncGRPOConfig(
             output_dir=str(tmp_path / "trainer"),
             max_steps=STEPS,
             per_device_train_batch_size=4,
             num_generations=2,
             token_budget=0,
-            learning_rate=1e-5,
             max_staleness=100,
             use_cpu=True,
             bf16=False,
@@ -153,6 +153,8 @@ def make_trainer(tiny_model, tmp_path):
                 processing_class=AutoTokenizer.from_pretrained(tiny_model("qwen3")),
                 callbacks=list(callbacks),
                 rollout_worker=StubWorker(),
+                peft_config=peft_config,
+                weight_transfer=weight_transfer,
             )
 
     yield make
@@ -237,7 +239,7 @@ def test_a_start_without_a_server_is_refused_with_what_to_start(make_trainer, tm
     assert trainer.rollout_worker.started_at_version is None
 
 
-def test_weights_are_left_where_they_are_unless_other_processes_gather_them():
+def test_weights_are_left_where_they_are_unless_other_processes_gather_them(make_trainer, tmp_path):
     taken: list[str] = []
 
     def stream():
@@ -245,11 +247,90 @@ def test_weights_are_left_where_they_are_unless_other_processes_gather_them():
             taken.append(name)
             yield name, torch.zeros(1)
 
-    session = DeltaSyncCallback("memory:unused").session
-    DeltaWeightTransfer(session, 1).send_weights(stream())
+    trainer = make_trainer()
+    attach(trainer, str(tmp_path / "bucket"))
+    transfer = trainer.weight_transfer
+    transfer.send_weights(stream())
     assert taken == []
-    DeltaWeightTransfer(session, 2).send_weights(stream())
+    transfer._num_processes = 2
+    transfer.send_weights(stream())
     assert taken == ["a", "b"]
+
+
+def test_a_transfer_that_nothing_drives_says_what_is_missing(make_trainer):
+    trainer = make_trainer(weight_transfer=DeltaWeightTransfer())
+    with pytest.raises(SetupError, match=r"call attach\(trainer"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_adapter_is_published_merged_and_trl_never_merges_it_into_the_base(make_trainer, acker, tmp_path, dtype):
+    """TRL merges and subtracts at every sync, which moves a base in bf16; here no bit of it may move."""
+    from peft import LoraConfig
+
+    trainer = make_trainer(
+        weight_transfer=DeltaWeightTransfer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
+        dtype=dtype,
+        learning_rate=1e-3,
+    )
+    callback = attach(trainer, str(tmp_path / "bucket"), DeltaSyncConfig(delta_sync_ack_poll_s=0.02))
+    base = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainer.train()
+    assert base
+    for name, param in trainer.model.named_parameters():
+        if name in base:
+            assert torch.equal(param, base[name]), name
+    latest = BucketReader(open_store(tmp_path / "bucket")).latest()
+    assert latest is not None
+    assert latest.step == STEPS
+    assert latest.digest == sum(tensor_digests(callback.session.live()).values(), Digest())
+    # it is PEFT's again afterwards
+    assert "merge_adapter" not in vars(trainer.model)
+    trainer.model.merge_adapter()
+    assert not torch.equal(
+        dict(trainer.model.named_parameters())[changed := next(n for n in base if "q_proj" in n)], base[changed]
+    )
+
+
+def test_a_trainer_that_waits_for_its_servers_never_gets_further_ahead(make_trainer, tmp_path):
+    acker = Acker(tmp_path / "bucket", delay_s=0.3)
+    acker.start()
+    trainer = make_trainer()
+    config = DeltaSyncConfig(delta_sync_ack_poll_s=0.02, delta_sync_max_lag_versions=1)
+    callback = attach(trainer, str(tmp_path / "bucket"), config)
+    lags: list[float] = []
+
+    class Lags(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            lags.append(callback.session.pace.lag_versions)
+
+    trainer.add_callback(Lags())
+    trainer.train()
+    acker.stop.set()
+    assert len(lags) == STEPS
+    assert max(lags) <= 1
+
+
+@pytest.mark.parametrize("on_failure", ["warn", "stop"])
+def test_a_wait_in_vain_is_reported_once(make_trainer, tmp_path, caplog, on_failure):
+    """No server at all: with `warn` one bounded wait for the whole training."""
+    trainer = make_trainer()
+    config = DeltaSyncConfig(
+        delta_sync_start_timeout_s=0,
+        delta_sync_max_lag_versions=0,
+        delta_sync_lag_timeout_s=0.3,
+        delta_sync_on_failure=on_failure,
+    )
+    attach(trainer, str(tmp_path / "bucket"), config)
+    if on_failure == "stop":
+        with pytest.raises(SetupError, match="none that serves"):
+            trainer.train()
+        return
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    said = [record for record in caplog.records if "delta_sync_lag_timeout_s" in record.getMessage()]
+    assert len(said) == 1
 
 
 def test_attaching_twice_or_beside_a_callback_is_refused(make_trainer, tmp_path):

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's real trainers from the YAML files in configs/cpu alone, with a real server where they generate."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm_server import Server, serve
+
+from delta_wire.bucket import BucketReader
+from delta_wire.digest import Digest
+from delta_wire.manifest import Manifest
+from delta_wire.replay import checkout, verify
+from delta_wire.stores import open_store
+from trl_delta.detector import tensor_digests
+from trl_delta.names import live_tensors
+
+pytestmark = pytest.mark.e2e
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "cpu"
+TIMEOUT_S = 600
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """configs/cpu with a model, as its README says."""
+    folder = tmp_path_factory.mktemp("trainers") / "cpu"
+    shutil.copytree(CONFIGS, folder, ignore=shutil.ignore_patterns("runs", "model", "__pycache__"))
+    shutil.copytree(tiny_model("qwen3"), folder / "model")
+    return folder
+
+
+def train(folder: Path, command: str, *options: str) -> str:
+    """Run `trl-delta COMMAND --config COMMAND.yaml`; returns what it prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DELTA_SYNC_")}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "trl_delta", command, "--config", f"{command}.yaml", *options],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return said
+
+
+def newest(bucket: Path) -> Manifest:
+    latest = BucketReader(open_store(bucket)).latest()
+    assert latest is not None
+    return latest
+
+
+def digest_of_saved(folder: Path) -> Digest:
+    """Of a model that a trainer has saved in fp32, rounded to bf16."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    return sum(tensor_digests(live_tensors(model)).values(), Digest())
+
+
+def test_sft_publishes_what_it_saves(folder: Path):
+    said = train(folder, "sft")
+    assert len(re.findall(r"'delta/changed_frac'", said)) == 3
+    bucket = folder / "runs" / "sft-bucket"
+    assert newest(bucket).step == 3
+    assert newest(bucket).digest == digest_of_saved(folder / "runs" / "sft")
+    assert all(check.ok for check in verify(BucketReader(open_store(bucket))))
+
+
+def test_dpo_with_an_adapter_publishes_merged_weights(folder: Path, tmp_path: Path):
+    train(folder, "dpo")
+    bucket = folder / "runs" / "dpo-bucket"
+    assert newest(bucket).step == 3
+    manifest = newest(bucket)
+    assert manifest.delta is not None
+    assert manifest.delta.encoding == "context"
+    # the adapter that was saved, merged into the base by PEFT itself, is what was published
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32")
+    merged = PeftModel.from_pretrained(base, str(folder / "runs" / "dpo")).merge_and_unload()
+    served = AutoModelForCausalLM.from_pretrained(
+        checkout(BucketReader(open_store(bucket)), manifest, tmp_path / "served")
+    )
+    moved = 0
+    for name, value in merged.state_dict().items():
+        bits = [tensor.bfloat16().view(torch.int16).int() for tensor in (value, served.state_dict()[name])]
+        steps = (bits[0] - bits[1]).abs()
+        assert int(steps.max()) <= 1, name
+        moved += int(steps.count_nonzero())
+    assert moved < 100
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    environment = {"DELTA_SYNC_BUCKET": str(folder / "runs" / "bucket"), "DELTA_SYNC_POLL_S": "0.1"}
+    flags = ("--worker-extension-cls=vllm_delta.DeltaWorkerExtension", "--logprobs-mode=processed_logprobs")
+    (folder / "runs").mkdir(exist_ok=True)
+    with serve(folder / "model", folder / "server.log", *flags, env=environment) as server:
+        yield server
+
+
+def test_grpo_in_server_mode_generates_with_the_weights_of_its_step(
+    folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+):
+    """TRL's own sync is NCCL and skips the last step's weights. Here every generation has those of its step, and the
+    server ends with the model that is saved. The server is no development server."""
+    from trl_delta import cli, transfer
+
+    generated: list[tuple[int, int | None, float]] = []
+    sync = transfer.ServerSync.__call__
+
+    def recorded(self) -> None:
+        sync(self)
+        session = self.session
+        generated.append((session.last_step, session.watcher.step, session.pace.lag_versions))
+
+    monkeypatch.setattr(transfer.ServerSync, "__call__", recorded)
+    monkeypatch.chdir(folder)
+    cli.train("grpo", ["--config", "grpo.yaml", "--vllm_server_base_url", server.url])
+    assert generated == [(0, 0, 0), (1, 1, 0), (2, 2, 0)]
+    bucket = folder / "runs" / "bucket"
+    last = newest(bucket)
+    assert last.step == 3
+    assert last.digest == digest_of_saved(folder / "runs" / "grpo")
+    server.wait(lambda s: s["version"] == str(last.version), "the weights of the last step")
+    assert server.verify()["digest"] == str(last.digest)
+
+
+def test_async_grpo_goes_on_with_the_run(folder: Path, server: Server):
+    """From a checkout of the newest version; samples say which versions have made them."""
+    bucket = folder / "runs" / "bucket"
+    before = newest(bucket)
+    checkout(BucketReader(open_store(bucket)), before, folder / "again")
+    said = train(
+        folder, "async_grpo", "--vllm_server_base_url", server.url, "--model_name_or_path", str(folder / "again")
+    )
+    after = newest(bucket)
+    assert (after.version.run, after.version.epoch) == (before.version.run, before.version.epoch + 1)
+    assert after.step == 3
+    assert after.digest == digest_of_saved(folder / "runs" / "async_grpo")
+    server.wait(lambda s: s["version"] == str(after.version), "the weights of the last step")
+    assert server.verify()["digest"] == str(after.digest)
+    lines = [line for line in said.splitlines() if "'delta/changed_frac'" in line]
+    assert len(lines) == 3
+    for line in lines:
+        sampled = float(re.search(r"'delta/sample_version': '?([\d.]+)", line)[1])  # pyright: ignore
+        assert before.version.seq <= sampled <= after.version.seq
+        assert 0 <= float(re.search(r"'delta/mixed_frac': '?([\d.]+)", line)[1]) <= 1  # pyright: ignore
