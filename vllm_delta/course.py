@@ -47,7 +47,7 @@ class Course:
         return position
 
     def leads_on(self, position: Position, target: Manifest) -> bool:
-        """Whether the target is ahead. One that went back is ignored: a warning, and a remark until it is over."""
+        """Whether the target is ahead. A pointer that went back is ignored, with one warning and a remark."""
         here, there = position.version, target.version
         self.remark = None
         if here.run != there.run or there.seq > here.seq:

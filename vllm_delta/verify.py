@@ -16,7 +16,7 @@ from vllm_delta.live import Live
 Answer = dict[str, Any]
 
 
-def _failure(error: Exception) -> Answer:
+def _failure(error: BaseException) -> Answer:
     return {"error": str(error) or repr(error)}
 
 
@@ -32,7 +32,7 @@ class Verifications:
         self._open.put(answer)
         return answer
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Answer all open requests with `{"error"}`: an exception would leave a traceback in the engine's log."""
         for answer in self._take():
             answer.set_result(_failure(error))

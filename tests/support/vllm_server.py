@@ -15,13 +15,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 START_TIMEOUT_S = 240.0
+_ALWAYS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # small enough for any machine; one thread, because bf16 results depend on how sums are split
 FLAGS = (
     "--dtype=bfloat16",
@@ -131,9 +132,92 @@ class Streams:
         return [[answer["weight_versions"] for answer in answers] for answers in self._answers]
 
 
+class Process(Protocol):
+    """What is needed of the first process of a server."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class WarmStart:
+    """Starts servers as forks of a process that has imported everything; see `warm_vllm.py`.
+
+    Args:
+        folder (`Path`): for its log.
+    """
+
+    def __init__(self, folder: Path):
+        self._log = folder / "warm.log"
+        program = Path(__file__).with_name("warm_vllm.py")
+        with self._log.open("w") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, str(program)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+                env=os.environ | _ALWAYS,
+                cwd=folder,
+            )
+
+    def __call__(self, command: list[str], environment: dict[str, str], log: Path) -> Process:
+        assert self._process.stdin and self._process.stdout
+        order = {"argv": command, "env": environment, "cwd": str(log.parent), "log": str(log)}
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        pid = self._process.stdout.readline()
+        assert pid, f"no server can be started\n{self._log.read_text()}"
+        return _Forked(int(pid))
+
+    def stop(self) -> None:
+        self._process.communicate(timeout=30)
+
+
+class _Forked:
+    """A process that is not ours: it can be seen and ended, but its exit code is its parent's."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        return None if Path(f"/proc/{self.pid}").exists() else -1
+
+    def send_signal(self, sig: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, sig)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline_s = time.monotonic() + (timeout or 0)
+        while self.poll() is None:
+            if timeout is not None and time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired("vllm serve", timeout)
+            time.sleep(0.05)
+        return -1
+
+
+def cold_start(command: list[str], environment: dict[str, str], log: Path) -> Process:
+    """Start the command as a user does."""
+    with log.open("w") as out:
+        # a session of its own, so that all of its processes can be ended; another folder, because vLLM would take the
+        # folder triton_kernels of this repository for a library
+        return subprocess.Popen(
+            command, env=environment, stdout=out, stderr=out, start_new_session=True, cwd=log.parent
+        )
+
+
 @contextlib.contextmanager
 def serve(
-    model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, timeout_s: float = START_TIMEOUT_S
+    model: Path,
+    log: Path,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+    common: tuple[str, ...] = FLAGS,
+    start: Callable[[list[str], dict[str, str], Path], Process] = cold_start,
 ) -> Iterator[Server]:
     """Start `vllm serve` on a checkpoint folder and stop it at the end.
 
@@ -143,20 +227,17 @@ def serve(
         *flags: further flags.
         env (`dict`, *optional*): further environment variables.
         timeout_s (`float`, *optional*): seconds until it must answer.
+        common (`tuple`, *optional*): flags that every server has.
+        start (`Callable`, *optional*): starts the command.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [_vllm(), "serve", str(model), "--host=127.0.0.1", f"--port={port}", *FLAGS, *flags]
+    command = [_vllm(), "serve", str(model), "--host=127.0.0.1", f"--port={port}", *common, *flags]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DELTA_SYNC_")}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **(env or {})}
+    environment |= _ALWAYS | (env or {})
     server = Server(f"http://127.0.0.1:{port}", str(model), log)
-    with log.open("w") as out:
-        # a session of its own, so that all of its processes can be ended; another folder, because vLLM would take the
-        # folder triton_kernels of this repository for a library
-        process = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=out, start_new_session=True, cwd=log.parent
-        )
+    process = start(command, environment, log)
     try:
         _await_health(server, process, timeout_s)
         yield server
@@ -172,11 +253,11 @@ def _vllm() -> str:
     return found
 
 
-def _await_health(server: Server, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+def _await_health(server: Server, process: Process, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while True:
-        if process.poll() is not None:
-            raise RuntimeError(f"vllm serve ended with {process.returncode}\n{server.log_tail()}")
+        if (code := process.poll()) is not None:
+            raise RuntimeError(f"vllm serve ended with {code}\n{server.log_tail()}")
         try:
             with urllib.request.urlopen(server.url + "/health", timeout=2):
                 return
@@ -187,7 +268,7 @@ def _await_health(server: Server, process: subprocess.Popen[bytes], timeout_s: f
         time.sleep(0.2)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Process) -> None:
     # vLLM ends its own processes in order when its first one is asked to
     for sign, wait_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
         process.send_signal(sign)

@@ -134,13 +134,17 @@ def test_the_pointer_going_backwards_is_ignored_with_one_warning(following: Serv
     publish(following)
     old = (following.training.bucket / "LATEST").read_bytes()
     publish(following)
+    new = (following.training.bucket / "LATEST").read_bytes()
     assert following.step()["seq"] == 2
     (following.training.bucket / "LATEST").write_bytes(old)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             status = following.step()
     assert (status["state"], status["seq"], status["target_seq"], status["lag_versions"]) == ("serving", 2, 1, 0)
+    assert "went back" in status["reason"]
     assert sum("went back" in record.message for record in caplog.records) == 1
+    (following.training.bucket / "LATEST").write_bytes(new)
+    assert following.step()["reason"] is None
 
 
 def test_empty_missing_and_vanishing_buckets(server: Server, caplog: pytest.LogCaptureFixture):
@@ -156,7 +160,8 @@ def test_empty_missing_and_vanishing_buckets(server: Server, caplog: pytest.LogC
         bucket.rename(bucket.with_name("elsewhere"))
         for _ in range(3):
             status = server.step()
-        assert (status["state"], status["seq"]) == ("degraded", 0)
+        # nobody knows what is newest while the bucket cannot be read
+        assert (status["state"], status["seq"], status["target_seq"]) == ("degraded", 0, None)
         assert not bucket.exists()
         bucket.with_name("elsewhere").rename(bucket)
         assert server.step()["state"] == "serving"
@@ -278,6 +283,12 @@ def test_a_failing_commit_is_undone_on_all_ranks(
     assert (status["state"], status["seq"], status["commits"]) == ("degraded", 1, 1)
     assert str(manifest.version) in status["reason"]
     assert status["refused"][-1]["object"] == str(manifest.version)
+    told = status["refused"][-1]["rank"]
+    # a sum that is wrong has no rank, nor has a failing executor
+    assert told == (rank if fault in (refuses, writes_then_fails) else None)
+    assert [entry["refused"] for entry in status["ranks"]] == [
+        [status["refused"][-1]] if at == told else [] for at in range(2)
+    ]
     assert following.weights() == before
     assert following.engine.label == label and not following.engine.paused
     assert following.ack().state == "degraded" and following.ack().reason == status["reason"]

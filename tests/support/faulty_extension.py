@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker extension with failures that a test can arm: `vllm serve --worker-extension-cls faulty_extension.Faulty`.
+
+Needs this folder on the path of the server and vLLM's development routes, through which it is armed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from delta_wire import kernels
+from vllm_delta.worker import DeltaWorkerExtension
+
+
+class Faulty(DeltaWorkerExtension):
+    """Fails on one rank, every time until it is armed with `None`."""
+
+    # set by vLLM's own worker
+    rank: int
+    delta_faults_: tuple[str, ...] = ()
+
+    def delta_arm(self, rank: int, faults: list[str]) -> dict[str, Any]:
+        """Arm failures on a rank; an empty list disarms."""
+        if self.rank == rank:
+            self.delta_faults_ = tuple(faults)
+        return {"rank": self.rank, "faults": list(self.delta_faults_)}
+
+    def delta_submit(self, job: int, kind: str, *args: str) -> dict[str, Any]:
+        if "truncated stage file" in self.delta_faults_ and kind == "plan_delta":
+            staged = Path(args[0])
+            # its own copy: the other rank maps the file
+            half = staged.with_name("half.safetensors")
+            half.write_bytes(staged.read_bytes()[: staged.stat().st_size // 2])
+            args = (str(half),)
+        return super().delta_submit(job, kind, *args)
+
+    def delta_commit(self) -> dict[str, Any]:
+        if "scatter" not in self.delta_faults_:
+            return super().delta_commit()
+        replace = kernels.replace
+
+        def fail_half_way(replacements: list[Any]) -> Any:
+            replace(replacements[: len(replacements) // 2])
+            raise RuntimeError("the device fell off the bus in the middle of the scatter")
+
+        with mock.patch.object(kernels, "replace", fail_half_way):
+            return super().delta_commit()
+
+    def delta_undo(self) -> dict[str, Any]:
+        if "undo" in self.delta_faults_:
+            return {"restored": False}
+        return super().delta_undo()
