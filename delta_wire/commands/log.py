@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delta_wire.commands.common import format_row, lines_option, open_reader, print_json, print_table, say
-from delta_wire.errors import ObjectNotFoundError, StoreError
+from delta_wire.errors import BucketNotFoundError, ObjectNotFoundError, StoreUnavailableError
 
 if TYPE_CHECKING:
     from delta_wire.bucket import BucketReader
@@ -95,7 +95,7 @@ def _follow(
             latest = reader.latest() or latest
             versions = _collect(reader, latest, 0, after_seq=seen)
             outage = None
-        except StoreError as error:
+        except (StoreUnavailableError, BucketNotFoundError) as error:
             # it may come back; said once
             versions = []
             if str(error) != outage:
