@@ -97,3 +97,42 @@ def test_examples_say_what_they_are(path):
         assert word in header, f"{path}: the header does not say {word}"
     done = subprocess.run([sys.executable, str(path), "--help"], cwd="/", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+
+
+def test_the_games_of_wordle(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "wordle_space"))
+    import train_wordle as game
+
+    assert game.hint("geese", "eagle") == "YY--G"
+    assert game.hint("eagle", "geese") == "Y-Y-G"
+    assert game.hint("apple", "apple") == "GGGGG"
+    assert len(set(game.WORDS)) == len(game.WORDS) and all(len(word) == game.LETTERS for word in game.WORDS)
+    for row in game.make_rows(20):
+        right, wrong = game.reward(
+            [[{"content": row["word"].upper() + "."}], [{"content": "a word of five letters"}]],
+            *([row[key]] * 2 for key in ("word", "guesses", "hints")),
+        )
+        assert right == 2.0 and wrong == 0.0
+        # a guess that was made already does not agree with its own hint
+        assert game.score(row["guesses"][0], row["word"], row["guesses"], row["hints"]) < 1
+
+
+def test_the_container_starts_a_server_that_doctor_approves(tmp_path):
+    """The start script with the two programs it calls replaced by ones that print their arguments."""
+    folder = ROOT / "examples" / "wordle_space"
+    for name in ("vllm", "delta-wire"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL": "some/model", "DELTA_SYNC_BUCKET": "s3://bucket/run"}
+    start = ["bash", str(folder / "start.sh"), "--max-model-len", "512"]
+    checked, served = subprocess.run(start, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert checked == f"delta-wire doctor s3://bucket/run --serve {served}"
+    assert served.startswith("vllm serve some/model --host 0.0.0.0 --port 7860")
+    assert served.endswith("--max-model-len 512") and "vllm_delta.DeltaWorkerExtension" in served
+    del env["DELTA_SYNC_BUCKET"]
+    failed = subprocess.run(start, env=env, capture_output=True, text=True)
+    assert failed.returncode != 0 and "DELTA_SYNC_BUCKET" in failed.stderr
+    copied = re.findall(r"^COPY (\S+) ", (folder / "Dockerfile").read_text(), re.MULTILINE)
+    assert copied and all((ROOT / path).exists() for path in copied)
+    extras = set(re.findall(r"\[(.*?)\]'", (folder / "Dockerfile").read_text())[0].split(","))
+    assert extras <= set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
