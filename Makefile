@@ -8,12 +8,14 @@ READY := $(VENV)/.ready
 MODEL ?= smollm2
 PYTEST_ARGS ?=
 
-.PHONY: help env demo test aot lint format clean
+.PHONY: help env demo test docs-check figures aot lint format clean
 
 help:
 	@echo "make demo               train SmolLM2-135M with TRL, serve it with vLLM, sync by deltas (about 15 minutes)"
 	@echo "make demo MODEL=tiny    the same with a generated model (under 4 minutes after the environment exists)"
 	@echo "make test               lint and all tests"
+	@echo "make docs-check         run every command of README and docs, with a real server and trainer (3 minutes)"
+	@echo "make figures            draw the pictures of the docs and copy their numbers from benchmarks/results"
 	@echo "make aot                compile every GPU kernel for sm_80, sm_90 and sm_100, no GPU needed, and check them"
 	@echo "make env                only the environment, in $(VENV)"
 
@@ -28,6 +30,12 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+docs-check: $(READY)
+	$(BIN)/python tools/docs_check.py --full
+
+figures: $(READY)
+	$(BIN)/python tools/figures.py
 
 aot: $(READY)
 	$(BIN)/python tools/aot.py

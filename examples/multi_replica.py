@@ -88,8 +88,10 @@ def train_and_compare(model: Path, bucket: Path, run_dir: Path, servers: list) -
 
 def make_trainer(model: Path, run_dir: Path, callback):
     """TRL's SFTTrainer on the CPU; the callback is all that this project adds."""
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
     from trl import SFTConfig, SFTTrainer
+
+    disable_progress_bars()
 
     rows = [{"text": f"What is {a} plus {b}? The answer is {a + b}."} for a in range(8) for b in range(8)]
     args = SFTConfig(

@@ -4,13 +4,14 @@
     python examples/quickstart_cpu.py                     SmolLM2-135M, about 5 minutes on two cores
     python examples/quickstart_cpu.py --model tiny        a generated two-layer model, about 1 minute
 
-What it shows: TRL's own AsyncGRPOTrainer with its spawned rollout worker learns to add numbers, a real `vllm serve`
-generates the rollouts, and after every optimizer step only the changed bf16 values travel, through a bucket in
-`runs/demo/bucket`. At the end the server reads its live weights back, and they must equal the trainer's in every bit.
-
+Shows: TRL's own AsyncGRPOTrainer with its spawned rollout worker learns to add numbers, a real `vllm serve` generates
+the rollouts, and after every optimizer step only the changed bf16 values travel, through a bucket in
+`runs/demo/bucket`. At the end the server reads its live weights back, and they must equal the trainer's in every bit;
+the exit code is 0 only then. The result lies in `runs/demo/summary.json`, the trainer's log and what the server
+acknowledged beside it (`delta-wire report` draws them).
 Needs: Python 3.11 or newer, the environment of `make env` (torch, trl, transformers, vllm on the CPU), 10 GB of
-memory. No GPU, no model hub. The result lies in `runs/demo/summary.json`, the trainer's log and what the server
-acknowledged beside it (`delta-wire report` draws them); the exit code is 0 only if every bit is equal.
+memory. No GPU, no model hub.
+Takes: see above.
 """
 
 from __future__ import annotations

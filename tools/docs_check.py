@@ -5,7 +5,7 @@
     python tools/docs_check.py --full   also a real `vllm serve` and a real TRL trainer, as the README says; minutes
 
 Every fenced block of `bash` or `python` in README.md, docs/, configs/ and benchmarks/results/ is run, in the order of
-the file and in a folder of its own, against a small run that is made for it. A comment before the block says otherwise:
+its document and in a folder of its own, against a small run that is made for it, unless a comment before it differs:
 
     <!-- docs-check: needs a GPU -->      it is only parsed; likewise `needs an account`, `needs a model hub`
     <!-- docs-check: full -->             it is run by --full, and parsed without
@@ -42,6 +42,7 @@ MARKS = (*NEEDS, "full", "serve")
 SERVER = "http://localhost:8000"
 START_TIMEOUT_S = 300
 BLOCK_TIMEOUT_S = 300
+_DATASET = 'load_dataset("trl-lib/Capybara", split="train")'
 _BLOCK = re.compile(
     r"(?:^<!-- docs-check: (?P<mark>.*?) -->\n)?^```(?P<kind>bash|python)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -91,7 +92,7 @@ class Stage:
         self.names = {
             "/mnt/shared/run-1": str(folder / "shared" / "run-1"),
             "HuggingFaceTB/SmolLM2-135M-Instruct": str(model),
-            'load_dataset("trl-lib/Capybara", split="train")': f'load_dataset("json", data_files={str(folder / "data.json")!r}, split="train")',
+            _DATASET: f"load_dataset('json', data_files={str(folder / 'data.json')!r}, split='train')",
         }
         for name in ("shared", "runs/demo"):
             (folder / name).mkdir(parents=True)

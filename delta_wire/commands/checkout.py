@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from delta_wire.commands.common import base_option, find, json_option, open_reader, print_json, say, split
+from delta_wire.commands.common import base_option, find, json_option, open_reader, print_json, progress, say, split
 
 
 @click.command()
@@ -31,7 +31,8 @@ def checkout(bucket: str, folder: str, base: Path | None, as_json: bool) -> None
         raise click.UsageError("FOLDER is empty; name a folder that does not exist yet")
     reader = open_reader(address)
     manifest = find(reader, version)
-    written = write(reader, manifest, Path(folder), base)
+    with progress(f"rebuilding version {manifest.version}"):
+        written = write(reader, manifest, Path(folder), base)
     if as_json:
         print_json({"version": str(manifest.version), "digest": str(manifest.digest), "folder": str(written)})
     else:

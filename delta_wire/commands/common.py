@@ -7,11 +7,12 @@ import json
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,8 +27,8 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 # what takes longer than this shows how far it is
 PATIENCE_S = 2.0
+_SHOW_S = 0.5
 _VERSION = re.compile(r"latest|[0-9]{1,12}|[A-Za-z0-9]{1,64}-[0-9]{1,15}-[0-9]{1,12}")
-_Item = TypeVar("_Item")
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write one JSON object to standard output.")
 lines_option = click.option("--json", "as_json", is_flag=True, help="Write JSON; one object a line while following.")
@@ -103,7 +104,7 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """How far a loop is, on a terminal's standard error, from [`PATIENCE_S`] after its start.
+    """How far something is, in one line on a terminal's standard error, once it has taken [`PATIENCE_S`].
 
     Args:
         label (`str`): what is being done.
@@ -116,41 +117,52 @@ class Progress:
         self._done = 0
         self._began_s = time.monotonic()
         self._shown = 0
+        self._lock = threading.Lock()
 
-    def step(self, num: int = 1) -> None:
-        """So many steps more are done."""
-        self._done += num
+    def step(self) -> None:
+        """One step more is done."""
+        self._done += 1
+
+    def show(self) -> None:
+        """Write the line anew, if it is time for one."""
         elapsed_s = time.monotonic() - self._began_s
-        if elapsed_s < PATIENCE_S or not sys.stderr.isatty():
+        if elapsed_s < PATIENCE_S:
             return
-        text = f"{self._label} {self._done}"
-        if self._total:
+        text = f"{self._label} {self._done or ''}".rstrip() + f" … {elapsed_s:.0f} s"
+        if self._total and self._done:
             filled = min(24, 24 * self._done // self._total)
             left_s = elapsed_s * max(0, self._total - self._done) / self._done
             text = f"{self._label} [{'#' * filled:<24}] {self._done}/{self._total}, {left_s:.0f} s left"
-        click.echo("\r" + text.ljust(self._shown), nl=False, err=True)
-        self._shown = len(text)
+        with self._lock:
+            click.echo("\r" + text.ljust(self._shown), nl=False, err=True)
+            self._shown = len(text)
 
     def clear(self) -> None:
-        """Take the line away."""
-        if self._shown:
-            click.echo("\r" + " " * self._shown + "\r", nl=False, err=True)
-            self._shown = 0
+        """Take the line away, for a line of output or for good."""
+        with self._lock:
+            if self._shown:
+                click.echo("\r" + " " * self._shown + "\r", nl=False, err=True)
+                self._shown = 0
 
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[Progress]:
-    """A [`Progress`] whose line is gone at the end, however that comes."""
+    """A [`Progress`] that shows itself twice a second, and is gone at the end, however that comes."""
     shown = Progress(label, total)
+    if not sys.stderr.isatty():
+        yield shown
+        return
+    over = threading.Event()
+
+    def keep_showing() -> None:
+        while not over.wait(_SHOW_S):
+            shown.show()
+
+    thread = threading.Thread(target=keep_showing, name="delta-wire-progress", daemon=True)
+    thread.start()
     try:
         yield shown
     finally:
+        over.set()
+        thread.join()
         shown.clear()
-
-
-def tracked(items: Iterable[_Item], label: str, total: int | None = None) -> Iterator[_Item]:
-    """The items of a loop, counted by a [`Progress`] as they are finished."""
-    with progress(label, total) as shown:
-        for item in items:
-            yield item
-            shown.step()

@@ -18,9 +18,9 @@ from delta_wire.commands.common import (
     open_reader,
     print_json,
     print_table,
+    progress,
     say,
     split,
-    tracked,
 )
 
 if TYPE_CHECKING:
@@ -43,11 +43,15 @@ def diff(a: str, b: str, base: Path | None, as_json: bool) -> None:
     """
     from delta_wire.compare import compare
 
-    with _state(a, base) as (name_a, first), _state(b, base) as (name_b, second):
-        first.table().require_same(second.table(), name_a, name_b)
-        total = len(first.table())
-        tensors = [entry for entry in tracked(compare(first, second), "comparing tensor", total) if entry["changed"]]
-        num_params = first.table().num_params
+    with progress("comparing") as shown, _state(a, base) as (name_a, first), _state(b, base) as (name_b, second):
+        table = first.table()
+        table.require_same(second.table(), name_a, name_b)
+        tensors = []
+        for entry in compare(first, second):
+            shown.step()
+            if entry["changed"]:
+                tensors.append(entry)
+    num_params = table.num_params
     changed = sum(entry["changed"] for entry in tensors)
     result: dict[str, Any] = {
         "a": name_a,
@@ -62,7 +66,7 @@ def diff(a: str, b: str, base: Path | None, as_json: bool) -> None:
         print_json(result)
         return
     if not tensors:
-        click.echo(f"equal in all {num_params:,} elements of {total} tensors")
+        click.echo(f"equal in all {num_params:,} elements of {len(table)} tensors")
         return
     click.echo(f"{changed:,} of {num_params:,} elements differ ({result['changed_frac']:.4%})")
     print_table(

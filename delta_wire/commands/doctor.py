@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from delta_wire.commands.common import EXIT_REFUSED, json_option, print_json, say, tracked
+from delta_wire.commands.common import EXIT_REFUSED, json_option, print_json, progress, say
 
 _MARKS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM", "skipped": "-      "}
 
@@ -60,12 +60,14 @@ def doctor(
         write=not read_only,
     )
     findings = []
-    for finding in tracked(examine(context), "looking"):
-        findings.append(finding)
-        if not as_json:
-            click.echo(f"{_MARKS[finding.state]}  {finding.check}: {finding.found}")
-            if finding.fix:
-                click.echo(f"         → {finding.fix}")
+    with progress("looking") as shown:
+        for finding in examine(context):
+            findings.append(finding)
+            if not as_json:
+                shown.clear()
+                click.echo(f"{_MARKS[finding.state]}  {finding.check}: {finding.found}")
+                if finding.fix:
+                    click.echo(f"         → {finding.fix}")
     problems = sum(finding.state == "problem" for finding in findings)
     if as_json:
         print_json({"ok": not problems, "findings": [asdict(finding) for finding in findings]})

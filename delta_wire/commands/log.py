@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from delta_wire.commands.common import format_row, lines_option, open_reader, print_json, print_table, say
-from delta_wire.errors import ObjectNotFoundError, StoreError
+from delta_wire.commands.common import format_row, lines_option, open_reader, print_json, print_table, progress, say
+from delta_wire.errors import BucketNotFoundError, ObjectNotFoundError, StoreUnavailableError
 
 if TYPE_CHECKING:
     from delta_wire.bucket import BucketReader
@@ -41,8 +41,9 @@ def log(bucket: str, limit: int, follow: bool, interval_s: float, as_json: bool)
               delta-wire log runs/demo/bucket --follow --json | jq .changed_frac
     """
     reader = open_reader(bucket)
-    latest = reader.latest()
-    versions = _collect(reader, latest, limit)
+    with progress("reading versions"):
+        latest = reader.latest()
+        versions = _collect(reader, latest, limit)
     if follow:
         _follow(reader, latest, versions, interval_s, as_json)
     elif as_json:
@@ -95,7 +96,7 @@ def _follow(
             latest = reader.latest() or latest
             versions = _collect(reader, latest, 0, after_seq=seen)
             outage = None
-        except StoreError as error:
+        except (StoreUnavailableError, BucketNotFoundError) as error:
             # it may come back; said once
             versions = []
             if str(error) != outage:

@@ -14,8 +14,8 @@ from delta_wire.commands.common import (
     json_option,
     open_reader,
     print_json,
+    progress,
     say,
-    tracked,
 )
 
 
@@ -33,12 +33,16 @@ def verify(bucket: str, base: Path | None, as_json: bool) -> None:
 
     reader = open_reader(bucket)
     checks = []
-    for check in tracked(replay(reader, base), "proving version"):
-        checks.append(check)
-        if not as_json:
-            click.echo(f"{'ok    ' if check.ok else 'FAILED'} {check.version or check.seq} {' '.join(check.checks)}")
-            if check.reason:
-                say(f"       {check.reason}")
+    with progress("proving version") as shown:
+        for check in replay(reader, base):
+            checks.append(check)
+            shown.step()
+            if not as_json:
+                shown.clear()
+                mark = "ok    " if check.ok else "FAILED"
+                click.echo(f"{mark} {check.version or check.seq} {' '.join(check.checks)}")
+                if check.reason:
+                    say(f"       {check.reason}")
     failed = [check for check in checks if not check.ok]
     if as_json:
         print_json({"bucket": reader.store.url, "ok": not failed, "versions": [asdict(check) for check in checks]})

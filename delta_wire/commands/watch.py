@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delta_wire.commands.common import EXIT_REFUSED, lines_option, open_reader, print_json, print_table, say
-from delta_wire.errors import StoreError
+from delta_wire.errors import BucketNotFoundError, StoreUnavailableError
 
 if TYPE_CHECKING:
     from delta_wire.fleet import Replica
@@ -81,7 +81,7 @@ def _follow(look: Callable[[], list[Replica]], interval_s: float, as_json: bool)
         try:
             replicas = look()
             outage = None
-        except StoreError as error:
+        except (StoreUnavailableError, BucketNotFoundError) as error:
             # it may come back; said once
             replicas = shown or []
             if str(error) != outage:

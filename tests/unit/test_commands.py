@@ -3,8 +3,11 @@
 
 import http.server
 import json
+import os
 import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
@@ -311,20 +314,46 @@ def test_what_is_no_bucket_is_told_by_its_kind(command, tmp_path, name):
     assert result.code == 1 and result.json["error"]["type"] == "UnsupportedFormatError"
 
 
-def test_progress_is_shown_on_terminals_after_a_while(monkeypatch, capsys):
-    import time
-
+def test_progress_is_shown_after_a_while(monkeypatch, capsys):
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     shown = Progress("reading", 4)
     shown.step()
+    shown.show()
     assert capsys.readouterr().err == ""
     now_s[0] += PATIENCE_S
     shown.step()
+    shown.show()
     assert capsys.readouterr().err == "\rreading [############            ] 2/4, 2 s left"
     shown.clear()
     assert capsys.readouterr().err.strip("\r ") == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
-    shown.step()
-    assert capsys.readouterr().err == ""
+    unknown = Progress("writing")
+    now_s[0] += 70
+    unknown.show()
+    assert capsys.readouterr().err == "\rwriting … 70 s"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_for_terminals_and_goes_away(delta_wire_process, bucket, tmp_path, terminal):
+    """A store that takes three seconds, behind a real terminal and behind a pipe."""
+    slow = (
+        "import time, delta_wire.replay as r; found = r.checkout\n"
+        "r.checkout = lambda *a: (time.sleep(3), found(*a))[1]\nfrom delta_wire.cli import main; main()"
+    )
+    end, other = os.openpty() if terminal else os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", slow, "checkout", f"{bucket}@latest", str(tmp_path / "out")],
+            cwd="/",
+            stdout=subprocess.PIPE,
+            stderr=other,
+            text=True,
+        )
+        out, _ = process.communicate(timeout=120)
+        err = os.read(end, 1 << 16).decode()
+    finally:
+        os.close(end)
+        os.close(other)
+    assert process.returncode == 0 and out == f"{tmp_path / 'out'}\n"
+    assert ("rebuilding version" in err) is terminal
+    assert err.replace("\r\n", "\n").rpartition("\r")[2].startswith("version ") and err.rstrip().endswith("proven")
