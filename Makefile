@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODEL ?= smollm2
+BUCKET ?=
 PYTEST_ARGS ?=
 
 .PHONY: help env demo test docs-check figures aot lint format clean
@@ -13,6 +14,7 @@ PYTEST_ARGS ?=
 help:
 	@echo "make demo               train SmolLM2-135M with TRL, serve it with vLLM, sync by deltas (about 15 minutes)"
 	@echo "make demo MODEL=tiny    the same with a generated model (under 4 minutes after the environment exists)"
+	@echo "make demo BUCKET=…      through another bucket than a folder: hf://buckets/…, s3://…, gs://…, az://…"
 	@echo "make test               lint and all tests"
 	@echo "make docs-check         run every command of README and docs, with a real server and trainer (3 minutes)"
 	@echo "make figures            draw the pictures of the docs and copy their numbers from benchmarks/results"
@@ -26,7 +28,7 @@ $(READY): requirements/cpu.txt pyproject.toml tools/make_env.sh
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/quickstart_cpu.py --model $(MODEL) $(DEMO_ARGS)
+	$(BIN)/python examples/quickstart_cpu.py --model $(MODEL) $(if $(BUCKET),--bucket "$(BUCKET)") $(DEMO_ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

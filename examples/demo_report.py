@@ -129,11 +129,11 @@ class FleetRecorder:
     """Writes down what the servers acknowledge while the demo runs, as `delta-wire watch --json` does.
 
     Args:
-        bucket (`Path`): the bucket.
+        bucket (`str` or `Path`): the bucket.
         path (`Path`): JSON lines, for `delta-wire report --fleet`.
     """
 
-    def __init__(self, bucket: Path, path: Path):
+    def __init__(self, bucket: str | Path, path: Path):
         self._reader = BucketReader(open_store(bucket))
         self._path = path
         path.write_text("")

@@ -26,12 +26,12 @@ class DemoServer:
 
     Args:
         model (`Path`): checkpoint folder; also the name it is served under.
-        bucket (`Path`): the bucket it follows.
+        bucket (`str` or `Path`): the bucket it follows.
         run_dir (`Path`): folder for its log; also its working folder.
         name (`str`, *optional*, defaults to `"server"`): of its log file, and in its acknowledgements.
     """
 
-    def __init__(self, model: Path, bucket: Path, run_dir: Path, name: str = "server"):
+    def __init__(self, model: Path, bucket: str | Path, run_dir: Path, name: str = "server"):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

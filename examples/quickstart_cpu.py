@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with TRL, serve with vLLM, keep the server's weights equal to the trainer's by deltas through a folder.
+"""Train with TRL, serve with vLLM, keep the server's weights equal to the trainer's by deltas through a bucket.
 
     python examples/quickstart_cpu.py                     SmolLM2-135M, about 5 minutes on two cores
     python examples/quickstart_cpu.py --model tiny        a generated two-layer model, about 1 minute
+    python examples/quickstart_cpu.py --bucket s3://…     another bucket than a folder: hf://buckets/…, s3://…
 
 Shows: TRL's own AsyncGRPOTrainer with its spawned rollout worker learns to add numbers, a real `vllm serve` generates
 the rollouts, and after every optimizer step only the changed bf16 values travel, through a bucket in
@@ -19,7 +20,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -40,11 +40,14 @@ def main() -> int:
     began_s = time.monotonic()
     arguments = parse_arguments()
     run_dir = arguments.run_dir.resolve()
-    bucket = (arguments.bucket or run_dir / "bucket").resolve()
+    bucket = arguments.bucket or str(run_dir / "bucket")
+    if "://" not in bucket:
+        # the server has another working folder
+        bucket = str(Path(bucket).resolve())
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "summary.json").unlink(missing_ok=True)
+    quiet_libraries(offline=not bucket.startswith("hf://"))
     wipe_bucket(bucket)
-    quiet_libraries()
     # ends the server as Ctrl-C does
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
@@ -65,11 +68,15 @@ def main() -> int:
         server.stop()
 
 
-def quiet_libraries() -> None:
-    """Leave the terminal to the demo's own lines and to warnings that say something about it."""
+def quiet_libraries(offline: bool = True) -> None:
+    """Leave the terminal to the demo's own lines and to warnings that say something about it.
+
+    Args:
+        offline (`bool`, *optional*, defaults to `True`): ask no model hub for anything; a bucket on a hub needs it.
+    """
     # read by the libraries when they are imported, here and in the processes of server and rollout worker
     os.environ.update(
-        HF_HUB_OFFLINE="1",
+        HF_HUB_OFFLINE="1" if offline else "0",
         TOKENIZERS_PARALLELISM="false",
         TRANSFORMERS_VERBOSITY="error",
         TRL_EXPERIMENTAL_SILENCE="1",
@@ -86,7 +93,7 @@ def quiet_libraries() -> None:
     disable_progress_bar()
 
 
-def train_and_compare(arguments, model: Path, bucket: Path, run_dir: Path, server, began_s: float) -> int:
+def train_and_compare(arguments, model: Path, bucket: str, run_dir: Path, server, began_s: float) -> int:
     """Train, wait for the server, compare every tensor; returns the exit code."""
     from demo_report import FleetRecorder, LiveLines, say, summarise
 
@@ -95,7 +102,7 @@ def train_and_compare(arguments, model: Path, bucket: Path, run_dir: Path, serve
 
     say("loading TRL and the model")
     trainer = make_trainer(arguments, model, run_dir, server.url)
-    config = DeltaSyncConfig(delta_sync_bucket=str(bucket), delta_sync_close_timeout_s=CLOSE_TIMEOUT_S)
+    config = DeltaSyncConfig(delta_sync_bucket=bucket, delta_sync_close_timeout_s=CLOSE_TIMEOUT_S)
     session = attach(trainer, config=config).session
     lines = LiveLines(session, server.status, run_dir / "log.jsonl")
     trainer.add_callback(lines)
@@ -197,7 +204,7 @@ def compare(session, server) -> list[str] | None:
     return sorted(name for name in trained.keys() | served.keys() if trained.get(name) != served.get(name))
 
 
-def problem_of(session, summary: dict, bucket: Path, server) -> str | None:
+def problem_of(session, summary: dict, bucket: str, server) -> str | None:
     """One sentence that says why the demo has failed, `None` if it has not."""
     if session.publisher.failure is not None:
         return f"publishing has stopped: {session.publisher.failure}"
@@ -216,13 +223,23 @@ def problem_of(session, summary: dict, bucket: Path, server) -> str | None:
     return None
 
 
-def wipe_bucket(bucket: Path) -> None:
-    """Remove the bucket of the last run, and nothing else."""
-    if bucket.exists() and any(bucket.iterdir()):
-        if not (bucket / "LATEST").is_file():
-            raise SystemExit(f"demo: {bucket} is neither empty nor a bucket; give another folder with --bucket")
-        shutil.rmtree(bucket)
-    bucket.mkdir(parents=True, exist_ok=True)
+def wipe_bucket(bucket: str | Path) -> None:
+    """Remove the run that an earlier demo left in the bucket, and nothing else."""
+    from delta_wire.errors import DeltaError
+    from delta_wire.manifest import POINTER_KEY
+    from delta_wire.stores import open_store
+
+    try:
+        store = open_store(bucket, create=True)
+        keys = [info.key for info in store.list("")]
+        if keys and POINTER_KEY not in keys:
+            raise SystemExit(f"demo: {bucket} is neither empty nor a bucket; give another one with --bucket")
+        # the pointer last: a demo that is interrupted here can be started again
+        store.delete([key for key in keys if key != POINTER_KEY])
+        store.delete([POINTER_KEY])
+        store.close()
+    except DeltaError as error:
+        raise SystemExit(f"demo: {error}") from error
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -230,7 +247,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=SETTINGS, default="smollm2", help="default: smollm2")
     parser.add_argument("--steps", type=int, default=8, help=f"optimizer steps, at least {MIN_STEPS}; default: 8")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"), help="default: runs/demo")
-    parser.add_argument("--bucket", type=Path, help="default: the folder 'bucket' in the run's folder")
+    parser.add_argument(
+        "--bucket",
+        help="folder, hf://buckets/…, s3://…; emptied first; default: the folder 'bucket' in the run's folder",
+    )
     arguments = parser.parse_args()
     if arguments.steps < MIN_STEPS:
         parser.error(f"--steps: at least {MIN_STEPS}, found {arguments.steps}")

@@ -16,6 +16,8 @@ from trl_delta.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 _JOIN_S = 5.0
+# between a hint and the look it leads to
+_HINT_PAUSE_S = 0.2
 _MAX_LABELS = 10_000
 
 
@@ -41,6 +43,8 @@ class AckWatcher:
         server_timeout_s (`float`, *optional*, defaults to `300.0`): a server that is behind and has written nothing
             new for so long is left out until it writes again.
         poll_s (`float`, *optional*, defaults to `0.2`): time between two polls.
+        watch (`Callable`, *optional*): begins to call a function when there may be something new, as
+            [`~delta_wire.stores.Store.watch`] does, and returns what ends it.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class AckWatcher:
         expected_servers: int = 1,
         server_timeout_s: float = 300.0,
         poll_s: float = 0.2,
+        watch: Callable[[Callable[[], None]], Callable[[], None] | None] | None = None,
     ):
         self._read_acks = read_acks
         self._publisher = publisher
@@ -67,6 +72,8 @@ class AckWatcher:
         self._seq: int | None = None
         self._advanced = threading.Condition()
         self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._unwatch = None if watch is None else watch(self._wake.set)
         self._thread = threading.Thread(target=self._loop, name="delta-acks", daemon=True)
         self._thread.start()
 
@@ -97,12 +104,19 @@ class AckWatcher:
 
     def close(self) -> None:
         """Look once more, then end the thread. Safe to call again."""
+        if self._unwatch is not None:
+            self._unwatch()
         self._stop.set()
+        self._wake.set()
         self._thread.join(_JOIN_S)
 
     def _loop(self) -> None:
         while True:
-            last = self._stop.wait(self._poll_s)
+            # hints come in swarms, one for each server
+            if self._wake.wait(self._poll_s):
+                self._stop.wait(min(_HINT_PAUSE_S, self._poll_s))
+            self._wake.clear()
+            last = self._stop.is_set()
             self.poll()
             if last:
                 return

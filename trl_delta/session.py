@@ -7,6 +7,7 @@ import logging
 import tempfile
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +111,8 @@ class DeltaSyncSession:
             self.publisher,
             expected_servers=self.config.delta_sync_expected_servers,
             server_timeout_s=self.config.delta_sync_server_timeout_s,
-            poll_s=self.config.delta_sync_ack_poll_s,
+            poll_s=max(self.config.delta_sync_ack_poll_s, store.least_listing_s),
+            watch=partial(store.watch, "acks/"),
         )
         self.pace = Pace(self.bucket, self.config, self.publisher, self.watcher)
         logger.info("delta sync: version %s is in %s", writer.version, store.url)

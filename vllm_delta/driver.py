@@ -46,6 +46,7 @@ class Driver:
 
     def _run(self) -> None:
         wake = self._coordinator.wake
+        unwatch = self._subscriber.watch(wake.set)
         try:
             while not self._stop.is_set():
                 wait_s = self._coordinator.step()
@@ -54,6 +55,8 @@ class Driver:
         except EngineStopped:
             pass
         finally:
+            if unwatch is not None:
+                unwatch()
             self._subscriber.close()
 
     def stop(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,7 @@ from typing import Literal
 from delta_wire.bucket import BucketReader
 from delta_wire.digest import Digest
 from delta_wire.errors import BaseMismatchError, FormatError, ObjectNotFoundError
-from delta_wire.manifest import Ack, Manifest, VersionId
+from delta_wire.manifest import POINTER_KEY, Ack, Manifest, VersionId
 from delta_wire.state import Delta, TensorTable, compose
 from delta_wire.stores import open_store
 from vllm_delta.mirror import Base, Mirror
@@ -190,6 +191,13 @@ class Subscriber:
         """Whether an anchor lies between a position and a version, so that the deltas between need not be used."""
         restart = self.reader.restart_point(target)
         return restart.version.run != position.version.run or restart.version.seq > position.version.seq
+
+    def watch(self, on_change: Callable[[], None]) -> Callable[[], None] | None:
+        """Call `on_change`, from another thread, when there may be a new version; returns what ends it.
+
+        A hint that may never come; `None` where the bucket gives none.
+        """
+        return self.reader.store.watch(POINTER_KEY, on_change)
 
     def write_ack(self, ack: Ack) -> None:
         """Tell the bucket what is served."""

@@ -36,10 +36,12 @@ class Store(Protocol):
         url (`str`): what errors and logs call the bucket.
         create_only (`bool`): whether `put(create_only=True)` has exactly one winner. Without it an object that exists
             is refused all the same, but of two writers at the same moment the later one wins, and neither is told.
+        least_listing_s (`float`): how far apart two listings should be at least, because they count against a quota.
     """
 
     url: str
     create_only: bool
+    least_listing_s: float
 
     def get(self, key: str, max_bytes: int) -> bytes:
         """The whole object; [`FormatError`] if it has more than `max_bytes`."""
@@ -69,8 +71,8 @@ class Store(Protocol):
         """Create the bucket unless it exists."""
         ...
 
-    def watch(self, on_change: Callable[[], None]) -> Callable[[], None] | None:
-        """Call `on_change`, from another thread, when the bucket may have changed.
+    def watch(self, prefix: str, on_change: Callable[[], None]) -> Callable[[], None] | None:
+        """Call `on_change`, from another thread, when an object whose key begins with `prefix` may have changed.
 
         A hint that may come late, twice or never: whoever follows a bucket polls it all the same.
 

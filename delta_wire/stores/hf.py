@@ -53,6 +53,7 @@ class HubStore:
     """
 
     create_only = False
+    least_listing_s = 2.0
 
     def __init__(self, bucket: str, prefix: str):
         if importlib.util.find_spec("huggingface_hub") is None or importlib.util.find_spec("hf_xet") is None:
@@ -179,17 +180,9 @@ class HubStore:
             return False
         return True
 
-    def watch(self, on_change: Callable[[], None]) -> Callable[[], None]:
-        """Follow the hub's feed of changes in a thread of its own.
-
-        Args:
-            on_change (`Callable`): called from that thread when something below this address may have changed. A hint
-                that may come late, twice or never.
-
-        Returns:
-            `Callable`: ends the thread, without waiting for it.
-        """
-        feed = Feed(self._bucket, self._prefix, on_change)
+    def watch(self, prefix: str, on_change: Callable[[], None]) -> Callable[[], None]:
+        """Follow the hub's feed of changes in a thread of its own, which the returned function ends."""
+        feed = Feed(self._bucket, self._prefix + prefix, on_change)
         feed.start()
         return feed.stop
 

@@ -20,11 +20,11 @@ _MAX_LINE_CHARS = 1 << 20
 
 
 class Feed(threading.Thread):
-    """A thread that calls back when something below a prefix has changed, and when it may have missed something.
+    """A thread that calls back when a path has changed, and when it may have missed something.
 
     Args:
         bucket (`str`): `namespace/name`.
-        prefix (`str`): where in the bucket; ends in `/` unless it is empty.
+        prefix (`str`): of the paths that matter.
         on_change (`Callable`): called from this thread.
     """
 

@@ -45,6 +45,7 @@ class LocalStore:
     """
 
     create_only = True
+    least_listing_s = 0.0
 
     def __init__(self, root: Path):
         self.root = Path(os.path.abspath(root))
@@ -58,7 +59,7 @@ class LocalStore:
                 raise SetupError(f"{self.url}: {self._obstacle() or 'a part of the path is no folder'}") from None
             self._sweep()
 
-    def watch(self, on_change: Callable[[], None]) -> Callable[[], None] | None:
+    def watch(self, prefix: str, on_change: Callable[[], None]) -> Callable[[], None] | None:
         """There is no feed of changes."""
         return None
 

@@ -23,6 +23,7 @@ class MemoryStore:
     """
 
     create_only = True
+    least_listing_s = 0.0
 
     def __init__(self, name: str):
         self.name = name
@@ -86,7 +87,7 @@ class MemoryStore:
         with _LOCK:
             return key in self._objects()
 
-    def watch(self, on_change: Callable[[], None]) -> Callable[[], None] | None:
+    def watch(self, prefix: str, on_change: Callable[[], None]) -> Callable[[], None] | None:
         """There is no feed of changes."""
         return None
 

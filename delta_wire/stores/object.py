@@ -75,6 +75,8 @@ class ObjectStore:
         prefix (`str`): where in it this bucket's objects lie; may be empty.
     """
 
+    least_listing_s = 1.0
+
     def __init__(self, scheme: str, bucket: str, prefix: str):
         if importlib.util.find_spec("obstore") is None:
             raise SetupError(
@@ -110,7 +112,7 @@ class ObjectStore:
             with suppress(StoreError):
                 self._call("", "delete", lambda client, obstore: obstore.delete(client, key))
 
-    def watch(self, on_change: Callable[[], None]) -> Callable[[], None] | None:
+    def watch(self, prefix: str, on_change: Callable[[], None]) -> Callable[[], None] | None:
         """There is no feed of changes."""
         return None
 

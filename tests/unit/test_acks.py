@@ -83,6 +83,23 @@ def test_without_a_server_nothing_is_acknowledged(make_servers):
     assert servers.watcher.step is None
 
 
+def test_a_hint_is_followed_by_a_look(make_servers):
+    hints = []
+    ended = []
+
+    def watch(on_change):
+        hints.append(on_change)
+        return lambda: ended.append(True)
+
+    servers = make_servers(watch=watch)
+    servers.acks = [ack("a", 3)]
+    hints[0]()
+    # without the hint the next look is an hour away
+    assert servers.watcher.wait_for(3, 60)
+    servers.watcher.close()
+    assert ended == [True]
+
+
 def test_a_server_that_advances_carries_the_step(make_servers):
     servers = make_servers()
     assert servers.say(ack("a", 0)) == 0

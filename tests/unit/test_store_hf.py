@@ -342,20 +342,21 @@ def test_other_users_of_the_client_do_not_see_our_limits(hub, store, impatient):
 
 def test_changes_are_hinted_at(hub, store):
     seen = threading.Semaphore(0)
-    stop = store.watch(seen.release)
+    stop = store.watch("LATEST", seen.release)
     assert seen.acquire(timeout=30), "the beginning of the feed is a hint, too"
     store.put("LATEST", b"1")
     assert seen.acquire(timeout=30)
     open_store(URL + "0").put("LATEST", b"of another bucket")
+    store.put("acks/server.json", b"another object")
     store.put("LATEST", b"2")
     assert seen.acquire(timeout=30)
     stop()
-    assert not seen.acquire(blocking=False), "the other prefix is none of its business"
+    assert not seen.acquire(blocking=False), "other objects are none of its business"
 
 
 def test_a_hub_without_a_feed_is_asked_once(hub, store):
     hub.feed = False
-    stop = store.watch(lambda: pytest.fail("there is nothing to tell"))
+    stop = store.watch("", lambda: pytest.fail("there is nothing to tell"))
     while not hub.counted("/events"):
         time.sleep(0.01)
     threads = [thread for thread in threading.enumerate() if thread.name == "delta-hub-feed"]
