@@ -13,7 +13,7 @@ import numpy as np
 
 from delta_wire.bucket import Published
 from delta_wire.digest import Digest
-from delta_wire.errors import StoreError
+from delta_wire.errors import RateLimitedError, StoreError
 from delta_wire.manifest import AnchorPart, VersionId
 from delta_wire.state import Delta, OldBits, compose, num_changed
 from delta_wire.stores import Store
@@ -234,7 +234,8 @@ class Publisher:
                 )
             except StoreError as error:
                 self._report_outage(error)
-                if self._abandon.wait(pause_s):
+                limited_s = error.retry_after_s if isinstance(error, RateLimitedError) else 0.0
+                if self._abandon.wait(max(pause_s, limited_s)):
                     return None
                 pause_s = min(2 * pause_s, longest_s)
             except Exception as error:

@@ -22,6 +22,7 @@ from delta_wire.errors import (
     FormatError,
     LayoutError,
     ObjectNotFoundError,
+    RateLimitedError,
     SetupError,
 )
 from delta_wire.manifest import POINTER_KEY, Manifest
@@ -92,6 +93,7 @@ class Coordinator:
         Returns:
             `float`: seconds until the next step is due.
         """
+        limited_s = 0.0
         try:
             self._attach()
             if self._unproven is not None:
@@ -108,9 +110,13 @@ class Coordinator:
         except BaseException as error:
             # whatever ends a step, an exit in a store's client included, must not end the following in silence
             self._fail(error)
+            if isinstance(error, RateLimitedError):
+                limited_s = error.retry_after_s
         if self._unproven is not None and self._failures == 1:
-            return 0.0
-        return min(max(self._settings.poll_s, _MAX_BACKOFF_S), self._settings.poll_s * 2**self._failures)
+            return limited_s
+        return max(
+            limited_s, min(max(self._settings.poll_s, _MAX_BACKOFF_S), self._settings.poll_s * 2**self._failures)
+        )
 
     def verify(self) -> Future[dict[str, Any]]:
         """Ask for the digest of all live weights; safe from any thread.

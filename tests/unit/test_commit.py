@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from delta_wire.acks import Ack
 from delta_wire.bucket import BucketReader
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest
+from delta_wire.errors import RateLimitedError
 from delta_wire.manifest import AnchorPart, Manifest, ObjectRef, Pointer, manifest_key
 from delta_wire.replay import checkout
 from delta_wire.stores import open_store
@@ -181,6 +183,20 @@ def test_retries_back_off_and_come_back(following: Server):
     waits_s = [following.coordinator.step() for _ in range(8)]
     assert waits_s[:4] == [1.0, 2.0, 4.0, 8.0] and max(waits_s) == 8.0
     bucket.with_name("elsewhere").rename(bucket)
+    assert following.coordinator.step() == 0.5
+
+
+def test_a_rate_limit_is_waited_out_between_steps(following: Server, monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> None:
+        raise RateLimitedError("asked too often", 120.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(following.subscriber, "target", refuse)
+        began_s = time.monotonic()
+        # told to the driver, which can be woken, not slept over here
+        assert following.coordinator.step() == 120.0
+        assert time.monotonic() - began_s < 60
+    assert following.coordinator.status.to_json()["state"] == "degraded"
     assert following.coordinator.step() == 0.5
 
 

@@ -12,7 +12,7 @@ from faulty_store import FaultyStore, Gate
 
 from delta_wire.bucket import BucketReader, BucketWriter
 from delta_wire.digest import digest_tensor
-from delta_wire.errors import StoreUnavailableError, WriterConflictError
+from delta_wire.errors import RateLimitedError, StoreUnavailableError, WriterConflictError
 from delta_wire.state import Delta, TensorDelta, TensorSpec, TensorTable, change_of_digest, resolve
 from trl_delta.publisher import Publisher
 
@@ -132,6 +132,25 @@ def test_an_outage_is_told_once_loses_nothing_and_its_end_is_told_once(trainer, 
     trainer.change(9, 9)
     assert trainer.publisher.wait(10)
     assert len(warnings_of(caplog)) == 4
+
+
+def test_a_rate_limit_is_waited_out_and_does_not_hold_up_the_end(trainer):
+    tries = []
+
+    def fault(key: str) -> None:
+        tries.append(time.monotonic())
+        raise RateLimitedError("asked too often", 0.5 if len(tries) == 1 else 3600.0)
+
+    trainer.store.fault = fault
+    trainer.change(1, 3)
+    deadline_s = time.monotonic() + 60
+    while len(tries) < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert tries[1] - tries[0] >= 0.5
+    began_s = time.monotonic()
+    assert not trainer.publisher.close(0)
+    assert time.monotonic() - began_s < 60 and len(tries) == 2
 
 
 @pytest.mark.parametrize("fails_at", ["deltas/", "versions/", "LATEST"])
