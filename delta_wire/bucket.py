@@ -114,6 +114,11 @@ class BucketWriter:
         return self._next_seq
 
     @property
+    def head(self) -> Manifest:
+        """Manifest of the newest version that readers can see."""
+        return self._head
+
+    @property
     def version(self) -> VersionId:
         return self._head.version
 

@@ -63,7 +63,7 @@ class Signer:
                 f"{path}: cannot read the signing key: {error.strerror}; make one with delta-wire keygen"
             ) from None
         try:
-            key = load_pem_private_key(raw, password=None)
+            key: Any = load_pem_private_key(raw, password=None)
         except (ValueError, TypeError):
             key = None
         # what the file holds is in no message
@@ -72,7 +72,7 @@ class Signer:
                 f"{path}: expected an Ed25519 private key in PEM form without a password, found something else; make "
                 "one with delta-wire keygen"
             )
-        self._key = key
+        self._key: Ed25519PrivateKey = key
 
     @property
     def public_key(self) -> str:
