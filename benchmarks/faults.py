@@ -36,10 +36,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fault_processes import Place, preload, serve, train
+from fault_services import RemoteStore, Service, start
 
 from delta_wire.errors import DeltaError, StoreError
 from delta_wire.manifest import POINTER_KEY
-from delta_wire.stores import Store, open_store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from fake_server import write_checkpoint
@@ -130,17 +130,22 @@ class Campaign:
 
     Args:
         place (`Place`): where it lies.
+        service (`Service`): what keeps it.
         seed (`int`): of everything random here.
         servers (`int`): how many follow.
         timeout_s (`float`): a round that takes longer has not recovered.
     """
 
-    def __init__(self, place: Place, seed: int, servers: int, timeout_s: float):
+    def __init__(self, place: Place, service: Service, seed: int, servers: int, timeout_s: float):
         self.place = place
+        self._faults = dict(_FAULTS)
+        for kind, begin in service.faults.items():
+            self._faults |= {kind: lambda campaign, begin=begin: campaign.misbehave(begin)}
         self.random = random.Random(seed)
         self.timeout_s = timeout_s
         self.result = Result()
-        self.store: Store = open_store(place.bucket, create=True)
+        self.store = RemoteStore(place.bucket)
+        self.store.list("")
         # what gets better by itself, and when
         self._repairs: list[tuple[float, Callable[[], None]]] = []
         self._originals: dict[str, bytes] = {}
@@ -160,11 +165,11 @@ class Campaign:
 
     def round(self) -> None:
         """Some faults at once, and the way back."""
-        kinds = [self.random.choice(list(_FAULTS)) for _ in range(self.random.choice((1, 1, 2, 3)))]
+        kinds = [self.random.choice(list(self._faults)) for _ in range(self.random.choice((1, 1, 2, 3)))]
         if self.random.random() < 0.5:
             self.trainer.send("train", self.random.randrange(1, 4))
         for kind in kinds:
-            _FAULTS[kind](self)
+            self._faults[kind](self)
             self.result.by_kind[kind] += 1
             self.result.faults += 1
         self.trainer.send("train", self.random.randrange(1, 4))
@@ -255,8 +260,14 @@ class Campaign:
     def end(self) -> None:
         for child in (self.trainer, *self.servers, *([self.second] if self.second else [])):
             child.end()
+        self.store.end()
 
     # -- faults -------------------------------------------------------------------------------------------------
+
+    def misbehave(self, begin: Callable[[random.Random], Callable[[], None] | None]) -> None:
+        end = begin(self.random)
+        if end is not None:
+            self.later(end, 2.0)
 
     def any_child(self) -> Child:
         return self.random.choice((self.trainer, self.trainer, *self.servers))
@@ -415,7 +426,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100, help="faults to inject, at least")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--store", choices=["file"], default="file")
+    parser.add_argument("--store", choices=["file", "s3", "hf"], default="file")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--timeout-s", type=float, default=30.0, help="a round that takes longer has not recovered")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
@@ -425,14 +436,17 @@ def main() -> None:
     try:
         preload(folder / "warm")
         write_checkpoint(folder / "base")
-        place = Place(str(folder / "bucket"), folder, poll_s=0.01, grace_s=0.5)
-        campaign = Campaign(place, args.seed, args.servers, args.timeout_s)
-        try:
-            campaign.settle()
-            while campaign.result.faults < args.count:
-                campaign.round()
-        finally:
-            campaign.end()
+        with start(args.store, folder) as service:
+            # a hub has more ways to be slow
+            grace_s = 0.5 if args.store == "file" else 2.0
+            place = Place(service.url, folder, poll_s=0.01 if args.store == "file" else 0.05, grace_s=grace_s)
+            campaign = Campaign(place, service, args.seed, args.servers, args.timeout_s)
+            try:
+                campaign.settle()
+                while campaign.result.faults < args.count:
+                    campaign.round()
+            finally:
+                campaign.end()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = campaign.result

@@ -28,6 +28,7 @@ from delta_wire.manifest import (
     manifest_key,
     table_key,
 )
+from delta_wire.signing import Signer
 from delta_wire.state import TensorTable
 from delta_wire.stores.base import Store
 
@@ -41,6 +42,7 @@ def first_version(
     reference: str | None,
     anchor_dir: Path | None,
     step: int | None,
+    signer: Signer | None,
 ) -> Manifest:
     """Write table, anchor and manifest of version 0."""
     version = VersionId(secrets.token_hex(4), 1, 0)
@@ -56,7 +58,8 @@ def first_version(
     anchor = AnchorPart(reference) if anchor_dir is None else upload_anchor(store, anchor_dir, table, digest, 0)
     head = Manifest(version, digest, ref, table.num_params, 0, step, round(time.time(), 3), None, None, anchor)
     # what no reader would accept is refused before it is written
-    head = Manifest.from_bytes(head.to_bytes(), f"{store.url}/{manifest_key(0)}")
+    raw = head.to_bytes() if signer is None else signer.sign(head.to_bytes())
+    head = Manifest.from_bytes(raw, f"{store.url}/{manifest_key(0)}")
     try:
         store.put(manifest_key(0), head.to_bytes(), create_only=True)
     except ObjectExistsError as error:

@@ -49,6 +49,7 @@ from delta_wire.manifest import (
 )
 from delta_wire.parts import Part, check_delta, put_delta
 from delta_wire.rejoin import delta_from
+from delta_wire.signing import Signer
 from delta_wire.state import (
     Delta,
     OldBits,
@@ -89,8 +90,17 @@ class BucketWriter:
         digest ([`~delta_wire.digest.Digest`]): of that version.
     """
 
-    def __init__(self, store: Store, table: TensorTable, head: Manifest, epoch: int, next_seq: int):
+    def __init__(
+        self,
+        store: Store,
+        table: TensorTable,
+        head: Manifest,
+        epoch: int,
+        next_seq: int,
+        signer: Signer | None = None,
+    ):
         self.store = store
+        self._signer = signer
         self.table = table
         self._head = head
         self._epoch = epoch
@@ -102,6 +112,11 @@ class BucketWriter:
     def next_seq(self) -> int:
         """Number of the next version."""
         return self._next_seq
+
+    @property
+    def head(self) -> Manifest:
+        """Manifest of the newest version that readers can see."""
+        return self._head
 
     @property
     def version(self) -> VersionId:
@@ -123,6 +138,7 @@ class BucketWriter:
         step: int | None = None,
         bits: OldBits | None = None,
         files: Path | None = None,
+        signer: Signer | None = None,
     ) -> BucketWriter:
         """Begin a run in an empty bucket, or take over the run that is there.
 
@@ -137,26 +153,33 @@ class BucketWriter:
                 those of the newest version, as after a resume: the difference becomes the next version, or an anchor
                 where what the difference would be told from is lost.
             files (`Path`, *optional*): folder with configuration, tokenizer and templates for such an anchor.
+            signer ([`~delta_wire.signing.Signer`], *optional*): signs every manifest; a run is signed from its first
+                version on, by one key.
 
         A bucket with a run is continued under the next epoch if its newest version has this table and digest, or
         `bits` are given. [`ModelMismatchError`] or [`BaseMismatchError`] otherwise; nothing is written then.
         """
         encodings.get("plain").check_table(table)
-        reader = BucketReader(store)
+        reader = BucketReader(store, None if signer is None else signer.verifier())
         head = reader.latest()
         if head is None:
             head = unfinished_start(reader, table, digest) or first_version(
-                store, table, digest, reference, anchor_dir, step
+                store, table, digest, reference, anchor_dir, step, signer
             )
             write_pointer(store, head)
-            return cls(store, table, head, head.version.epoch, head.version.seq + 1)
+            return cls(store, table, head, head.version.epoch, head.version.seq + 1, signer)
+        if signer is None and head.signature is not None:
+            raise SetupError(
+                f"{store.url}: the run is signed, and this trainer has no key, so servers would refuse what it "
+                "publishes; set delta_sync_signing_key, or use an empty bucket"
+            )
         reader.table(head).require_same(table, f"the run in {store.url}", "the trainer's model")
         unseen = [seq for seq in listed_seqs(store) if seq > head.version.seq]
         # manifests of trainers that died before they moved the pointer; their numbers are not used again
         next_seq = max(unseen, default=head.version.seq) + 1
         if head.digest != digest:
             head = finish_predecessor(reader, head, unseen, digest)
-        writer = cls(store, table, head, head.version.epoch + 1, next_seq)
+        writer = cls(store, table, head, head.version.epoch + 1, next_seq, signer)
         if head.digest == digest:
             return writer
         if bits is None:
@@ -299,7 +322,8 @@ class BucketWriter:
             anchor=anchor,
         )
         # what no reader would accept is refused before it is written
-        return Manifest.from_bytes(manifest.to_bytes(), f"{self.store.url}/{manifest_key(seq)}")
+        raw = manifest.to_bytes() if self._signer is None else self._signer.sign(manifest.to_bytes())
+        return Manifest.from_bytes(raw, f"{self.store.url}/{manifest_key(seq)}")
 
     def _commit(self, manifest: Manifest) -> None:
         key = manifest_key(manifest.version.seq)

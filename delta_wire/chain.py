@@ -29,6 +29,7 @@ from delta_wire.manifest import (
     manifest_key,
 )
 from delta_wire.parts import merge
+from delta_wire.signing import Verifier
 from delta_wire.state import MAX_TABLE_BYTES, Delta, OldBits, TensorTable, num_changed
 from delta_wire.stores.base import Store
 
@@ -44,10 +45,12 @@ class BucketReader:
 
     Args:
         store ([`~delta_wire.stores.Store`]): the bucket.
+        verifier ([`~delta_wire.signing.Verifier`], *optional*): refuse manifests that it does not accept.
     """
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store, verifier: Verifier | None = None):
         self.store = store
+        self.verifier = verifier
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
         self._tables: OrderedDict[str, TensorTable] = OrderedDict()
 
@@ -94,6 +97,8 @@ class BucketReader:
                 "is torn"
             )
         manifest = Manifest.from_bytes(raw, self._source(key))
+        if self.verifier is not None:
+            self.verifier.check(raw, manifest.signature, self._source(key))
         if manifest.version.seq != seq:
             raise FormatError(f"{self._source(key)}: expected version {seq}, found {manifest.version}")
         _keep(self._manifests, found, manifest, _MAX_MANIFESTS)

@@ -3,7 +3,8 @@
 
     DeltaError
     ├── FormatError (ValueError)            a file, manifest or pointer breaks the format
-    │   └── UnsupportedFormatError          it is newer than this release
+    │   ├── UnsupportedFormatError          it is newer than this release
+    │   └── SignatureError                  it is not signed by a key that is trusted
     ├── MismatchError (ValueError)          two sides that must agree do not
     │   ├── ModelMismatchError              other tensors, shapes or dtypes
     │   ├── BaseMismatchError               other bits than the base a delta names
@@ -41,6 +42,10 @@ class FormatError(DeltaError, ValueError):
 
 class UnsupportedFormatError(FormatError):
     """The object was written by a newer format version."""
+
+
+class SignatureError(FormatError):
+    """A manifest is not signed by a key that is trusted."""
 
 
 class MismatchError(DeltaError, ValueError):

@@ -26,6 +26,7 @@ from delta_wire.refs import (
     table_key,
     take_digest,
 )
+from delta_wire.signing import take_signature
 from delta_wire.strict import dump, take, take_float, take_int, take_object, take_sha256, take_text
 
 __all__ = [
@@ -98,6 +99,7 @@ class Manifest:
         parent ([`Parent`], *optional*): the version before; absent in the first of a run.
         delta ([`DeltaPart`], *optional*): how to get here from the parent.
         anchor ([`AnchorPart`], *optional*): how to get here from nothing. One of both is always there.
+        signature (`str`, *optional*): as read, see [`~delta_wire.signing`].
     """
 
     version: VersionId
@@ -110,6 +112,7 @@ class Manifest:
     parent: Parent | None
     delta: DeltaPart | None
     anchor: AnchorPart | None
+    signature: str | None = field(default=None, repr=False)
     # as read: fields that a later release added take part in the hash that the next manifest names
     _raw: bytes | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -165,6 +168,7 @@ class Manifest:
             parent=_parse_parent(take(value, "parent", source), version, f"{source}: parent"),
             delta=_parse_delta(take(value, "delta", source), f"{source}: delta"),
             anchor=_parse_anchor(take(value, "anchor", source), f"{source}: anchor"),
+            signature=take_signature(value, source),
         )
         if manifest.delta is None and manifest.anchor is None:
             raise FormatError(f"{source}: a version needs a delta or an anchor, found neither")

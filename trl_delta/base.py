@@ -73,6 +73,20 @@ def save_anchor(
     tensors = {name: (DTYPE, bits.shape, bits) for name, bits in live_bits(live)}
     tensors |= {name: (DTYPE, base.spec(name)[1], base.bits(name)) for name, base in kept.items()}
     write_tensors(folder / SINGLE_FILE, tensors, {"format": "pt"})
+    save_files(folder, set(kept.values()), model, processing_class)
+
+
+def save_files(
+    folder: Path,
+    kept: set[Checkpoint],
+    model: torch.nn.Module,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+) -> None:
+    """Write what belongs to a checkpoint beside the weights: configuration, tokenizer, templates.
+
+    Args:
+        kept (set of `Checkpoint`): checkpoints that the model is a part of, whose files win.
+    """
     config = getattr(model, "config", None)
     if config is not None:
         import torch
@@ -86,7 +100,7 @@ def save_anchor(
         generation_config.save_pretrained(folder)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
-    for base in set(kept.values()):
+    for base in kept:
         for name in base.other_files():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(base.folder / name, folder / name)

@@ -55,6 +55,16 @@ class DeltaSyncConfig:
         delta_sync_lag_timeout_s (`float`, *optional*, defaults to `300.0`):
             Longest such wait in seconds. Then `delta_sync_on_failure` decides: `"warn"` reports it once and trains on
             until the servers have caught up, `"stop"` raises.
+        delta_sync_anchor_factor (`float`, *optional*, defaults to `1.0`):
+            A version gets an anchor, a whole checkpoint in the bucket, when the deltas since the last one have become
+            so many times as large as the model. `0` never uploads one, and nothing is ever removed then.
+        delta_sync_retention (`bool`, *optional*, defaults to `True`):
+            Whether old versions are removed: those before the second newest anchor that no live server needs.
+        delta_sync_retention_grace_s (`float`, *optional*, defaults to `3600.0`):
+            Seconds that what has become useless stays in the bucket, and that a silent server still counts as live.
+        delta_sync_signing_key (`str`, *optional*):
+            File with an Ed25519 private key (`delta-wire keygen`). Every version is signed with it; servers that are
+            given the public key accept no other.
     """
 
     delta_sync_bucket: str | None = field(
@@ -112,6 +122,25 @@ class DeltaSyncConfig:
         metadata={"help": "Longest wait in seconds for servers that are behind; then delta_sync_on_failure decides."},
     )
 
+    delta_sync_anchor_factor: float = field(
+        default=1.0,
+        metadata={
+            "help": "Upload a checkpoint when the deltas since the last have so many times its size; 0 for never."
+        },
+    )
+    delta_sync_retention: bool = field(
+        default=True,
+        metadata={"help": "Remove versions before the second newest checkpoint that no live server needs."},
+    )
+    delta_sync_retention_grace_s: float = field(
+        default=3600.0,
+        metadata={"help": "Seconds that what nobody needs any more stays, and that a silent server counts as live."},
+    )
+    delta_sync_signing_key: str | None = field(
+        default=None,
+        metadata={"help": "File with an Ed25519 private key (delta-wire keygen) that signs every version."},
+    )
+
     def __post_init__(self):
         # a base of somebody's own config is followed by the trainer's, which has work of its own to do here
         trainers = getattr(super(), "__post_init__", None)
@@ -140,8 +169,10 @@ class DeltaSyncConfig:
             "delta_sync_start_timeout_s",
             "delta_sync_server_timeout_s",
             "delta_sync_lag_timeout_s",
+            "delta_sync_retention_grace_s",
         ):
             _require_seconds(name, getattr(self, name), least=0.0)
+        _require_factor("delta_sync_anchor_factor", self.delta_sync_anchor_factor)
         _require_seconds("delta_sync_ack_poll_s", self.delta_sync_ack_poll_s, least=0.001)
 
     def require_bucket(self, bucket: str | None) -> str:
@@ -158,6 +189,11 @@ class DeltaSyncConfig:
                 "delta_sync_bucket in the config"
             )
         return chosen
+
+
+def _require_factor(name: str, value: object) -> None:
+    if type(value) not in (int, float) or not 0 <= value <= 1e6:  # type: ignore[operator]
+        raise SetupError(f"{name}: expected a number from 0 to 1e6, found {value!r}")
 
 
 def _require_seconds(name: str, value: object, least: float) -> None:

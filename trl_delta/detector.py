@@ -51,6 +51,10 @@ class Detector:
         """Host copy of the bits of the last extraction by checkpoint name, uint16, flat."""
         return {name: to_numpy(self._held(entry)).copy() for entry in live for name in entry.names}
 
+    def bits(self, entry: LiveTensor) -> np.ndarray:
+        """Host copy of a tensor's bits of the last extraction, uint16, flat."""
+        return to_numpy(self._held(entry)).copy()
+
     def extract(self, live: Iterable[LiveTensor]) -> Delta:
         """Find all changes since the last call (or the start) and make them the new state.
 

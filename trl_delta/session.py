@@ -25,6 +25,7 @@ from trl_delta.names import LiveTensor, Naming, refuse_unsupported, table_of
 from trl_delta.pace import Pace
 from trl_delta.publisher import Publisher
 from trl_delta.resume import Resumed
+from trl_delta.upkeep import Upkeep
 from trl_delta.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -100,12 +101,24 @@ class DeltaSyncSession:
             require_base(base_table, self.table, reference)
         kept = {} if base is None else {name: base.bits(name) for name in self._naming.kept}
         self.detector = Detector(live, kept)
+        self._upkeep = Upkeep(self.bucket, self.config)
         writer = self._open_run(store, live, model, processing_class, reference, base, step, resumed)
         self._model = model
         self._last_step = self._extracted_step = step
         encoding = self.config.delta_sync_encoding
         mirror = self.detector.copy_bits(live) if encodings.get(encoding).needs_old_weights else None
-        self.publisher = Publisher(writer, step=step, encoding=encoding, mirror=mirror)
+        files = self._upkeep.save_files(
+            unwrap(model), processing_class, {base} if base and self._naming.kept else set()
+        )
+        self.publisher = Publisher(
+            writer,
+            step=step,
+            encoding=encoding,
+            mirror=mirror,
+            anchors=self._upkeep.anchors(writer, files),
+            snapshot=self._bits_of(live, base),
+        )
+        self._upkeep.keep(writer)
         self.watcher = AckWatcher(
             writer.acks,
             self.publisher,
@@ -177,6 +190,7 @@ class DeltaSyncSession:
         self._closed = True
         self.publisher.close(timeout_s=0)
         self.watcher.close()
+        self._upkeep.close()
 
     def resume_state(self) -> dict[str, Any]:
         """What a trainer's checkpoint of these weights must hold, see [`Resumed`]."""
@@ -208,10 +222,11 @@ class DeltaSyncSession:
             self._report_failure(failure)
             return
         began_s = time.monotonic()
-        delta = self.detector.extract(self.live())
-        self._extract_s = time.monotonic() - began_s
-        self._changed_frac = num_changed(delta) / max(1, self.table.num_params)
-        self.publisher.submit(delta, digest=self.detector.digest, step=self._last_step)
+        with self.publisher.extracting:
+            delta = self.detector.extract(self.live())
+            self._extract_s = time.monotonic() - began_s
+            self._changed_frac = num_changed(delta) / max(1, self.table.num_params)
+            self.publisher.submit(delta, digest=self.detector.digest, step=self._last_step)
 
     def _report_failure(self, failure: Exception) -> None:
         if self.config.delta_sync_on_failure == "stop":
@@ -226,9 +241,10 @@ class DeltaSyncSession:
             )
 
     def _bits_of(self, live: list[LiveTensor], base: Checkpoint | None) -> OldBits:
+        """Tensors of the last extraction by checkpoint name, copied one at a time."""
         kept = () if base is None or self._naming is None else self._naming.kept
-        held = self.detector.copy_bits(live)
-        return lambda name: base.bits(name) if base is not None and name in kept else held[name]
+        entries = {name: entry for entry in live for name in entry.names}
+        return lambda name: base.bits(name) if base is not None and name in kept else self.detector.bits(entries[name])
 
     def _open_run(
         self,
@@ -241,7 +257,7 @@ class DeltaSyncSession:
         step: int,
         resumed: Resumed | None,
     ) -> BucketWriter:
-        digest = self.detector.digest
+        digest, signer = self.detector.digest, self._upkeep.signer
         if resumed is not None and resumed.digest != str(digest):
             logger.warning(
                 "delta sync: the weights of step %d have digest %s, those that the checkpoint was saved with had %s; "
@@ -257,10 +273,12 @@ class DeltaSyncSession:
             if resumed is not None and resumed.run == head.version.run:
                 bits = self._bits_of(live, base)
             return BucketWriter.start(
-                store, table=self.table, digest=digest, reference=reference, step=step, bits=bits
+                store, table=self.table, digest=digest, reference=reference, step=step, bits=bits, signer=signer
             )
         if base is not None and base.digest() == digest:
-            return BucketWriter.start(store, table=self.table, digest=digest, reference=reference, step=step)
+            return BucketWriter.start(
+                store, table=self.table, digest=digest, reference=reference, step=step, signer=signer
+            )
         logger.info(
             "delta sync: the weights are not those of %s; uploading a checkpoint", reference or "a known checkpoint"
         )
@@ -268,5 +286,11 @@ class DeltaSyncSession:
             kept = {} if base is None or self._naming is None else dict.fromkeys(self._naming.kept, base)
             save_anchor(Path(folder), live, kept, unwrap(model), processing_class)
             return BucketWriter.start(
-                store, table=self.table, digest=digest, reference=None, anchor_dir=Path(folder), step=step
+                store,
+                table=self.table,
+                digest=digest,
+                reference=None,
+                anchor_dir=Path(folder),
+                step=step,
+                signer=signer,
             )

@@ -31,7 +31,7 @@ class Driver:
         from vllm_delta.worker import checkpoint_folder
 
         self._engine = VllmEngine(core)
-        self._subscriber = Subscriber(settings.bucket, settings.stage_dir)
+        self._subscriber = Subscriber(settings.bucket, settings.stage_dir, settings.verifier)
         self._coordinator = Coordinator(
             self._engine,
             Ranks(self._engine),

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from delta_wire.errors import SetupError
+from delta_wire.signing import Verifier
 from delta_wire.stores import open_store
 
 CachePolicy = Literal["forget", "reset", "keep"]
 BUCKET = "DELTA_SYNC_BUCKET"
+PUBLIC_KEY = "DELTA_SYNC_PUBLIC_KEY"
 _SERVER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -36,6 +38,8 @@ class Settings:
         min_version_wait_s (`float`): how long a request with the header `x-min-weight-version` waits before it is
             answered with 409 (`DELTA_SYNC_MIN_VERSION_WAIT_S`).
         server_id (`str`): name of this server in the bucket (`DELTA_SYNC_SERVER_ID`).
+        verifier ([`~delta_wire.signing.Verifier`], *optional*): refuses versions that are not signed by one of the
+            keys in `DELTA_SYNC_PUBLIC_KEY`: 64 hex digits or files that hold them, separated by commas.
     """
 
     bucket: str
@@ -45,6 +49,7 @@ class Settings:
     stage_dir: Path = Path(tempfile.gettempdir())
     server_id: str = ""
     min_version_wait_s: float = 10.0
+    verifier: Verifier | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -83,7 +88,18 @@ class Settings:
             stage_dir=stage_dir,
             server_id=server_id,
             min_version_wait_s=_seconds(env, "DELTA_SYNC_MIN_VERSION_WAIT_S", 10.0),
+            verifier=_verifier(env),
         )
+
+
+def _verifier(env: Mapping[str, str]) -> Verifier | None:
+    keys = env.get(PUBLIC_KEY)
+    if keys is None:
+        return None
+    try:
+        return Verifier(keys)
+    except SetupError as error:
+        raise SetupError(f"{PUBLIC_KEY}: {error}") from None
 
 
 def _can_write(folder: Path) -> bool:

@@ -18,6 +18,7 @@ from delta_wire.bucket import BucketReader
 from delta_wire.digest import Digest
 from delta_wire.errors import BaseMismatchError, FormatError, ObjectNotFoundError
 from delta_wire.manifest import POINTER_KEY, Ack, Manifest, VersionId
+from delta_wire.signing import Verifier
 from delta_wire.state import Delta, TensorTable, compose
 from delta_wire.stores import open_store
 from vllm_delta.mirror import Base, Mirror
@@ -63,10 +64,12 @@ class Subscriber:
     Args:
         url (`str`): address of the bucket.
         stage_dir (`Path`): where downloads and staged files go.
+        verifier ([`~delta_wire.signing.Verifier`], *optional*): refuse versions that it does not accept.
     """
 
-    def __init__(self, url: str, stage_dir: Path):
+    def __init__(self, url: str, stage_dir: Path, verifier: Verifier | None = None):
         self.url = url
+        self._verifier = verifier
         self._stage_dir = stage_dir
         self._folder: Path | None = None
         self._reader: BucketReader | None = None
@@ -77,7 +80,7 @@ class Subscriber:
     @property
     def reader(self) -> BucketReader:
         if self._reader is None:
-            self._reader = BucketReader(open_store(self.url))
+            self._reader = BucketReader(open_store(self.url), self._verifier)
         return self._reader
 
     def target(self) -> Manifest | None:

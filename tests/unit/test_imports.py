@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = {"torch", "triton", "transformers", "accelerate", "trl", "vllm", "huggingface_hub", "obstore", "numba"}
+HEAVY = {
+    "torch",
+    "triton",
+    "transformers",
+    "accelerate",
+    "trl",
+    "vllm",
+    "huggingface_hub",
+    "obstore",
+    "numba",
+    "cryptography",
+}
 
 
 def imported(path: Path) -> set[str]:

@@ -88,7 +88,7 @@ def test_round_trip(manifest):
 
 
 def test_fields_of_a_later_release_are_ignored_but_hashed():
-    raw = edited(signature="abc", delta__extra=1)
+    raw = edited(later="abc", delta__extra=1)
     manifest = Manifest.from_bytes(raw, "x")
     assert manifest == MANIFEST and manifest.to_bytes() == raw and manifest.sha256 != MANIFEST.sha256
     # an edited copy is no longer what was read

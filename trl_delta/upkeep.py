@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps a run readable, small and its own beside publishing: anchors, retention, the signing key."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from delta_wire.bucket import BucketReader, BucketWriter
+from delta_wire.retention import Policy, Sweeper
+from delta_wire.signing import Signer
+from delta_wire.stores import open_store
+from trl_delta.anchors import AnchorMaker
+from trl_delta.base import save_files
+from trl_delta.config import DeltaSyncConfig
+from trl_delta.retention import Keeper
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from delta_wire.checkpoint import Checkpoint
+
+
+class Upkeep:
+    """Made once per session; [`Upkeep.close`] ends it.
+
+    Args:
+        bucket (`str`): address of the bucket.
+        config ([`DeltaSyncConfig`]): settings.
+    """
+
+    def __init__(self, bucket: str, config: DeltaSyncConfig):
+        self._bucket = bucket
+        self._config = config
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._keeper: Keeper | None = None
+        self.signer = None if config.delta_sync_signing_key is None else Signer(config.delta_sync_signing_key)
+
+    def save_files(
+        self,
+        model: torch.nn.Module,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+        kept: set[Checkpoint],
+    ) -> Path:
+        """Configuration and tokenizer as they are now, for the checkpoints that are uploaded later.
+
+        Args:
+            model (`torch.nn.Module`): without its wrappers.
+            processing_class (*optional*): tokenizer or processor.
+            kept (set of `Checkpoint`): checkpoints that the model is a part of.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="delta-files-")
+        folder = Path(self._folder.name)
+        save_files(folder, kept, model, processing_class)
+        return folder
+
+    def anchors(self, writer: BucketWriter, files: Path) -> AnchorMaker | None:
+        """Decides when a version gets an anchor; `None` if none ever does."""
+        factor = self._config.delta_sync_anchor_factor
+        if not factor:
+            return None
+        return AnchorMaker(writer.store, writer.table, writer.head, factor=factor, files=files)
+
+    def keep(self, writer: BucketWriter) -> None:
+        """Begin to remove what nobody needs any more, unless the settings say otherwise."""
+        if not self._config.delta_sync_retention:
+            return
+        grace_s = self._config.delta_sync_retention_grace_s
+        # connections are not shared between threads
+        sweeper = Sweeper(BucketReader(open_store(self._bucket)), Policy(grace_s=grace_s, lease_s=grace_s))
+        self._keeper = Keeper(sweeper, lambda: writer.version, grace_s)
+
+    def close(self) -> None:
+        """End the thread and remove the files. Safe to call again."""
+        if self._keeper is not None:
+            self._keeper.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
