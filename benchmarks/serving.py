@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loaded server loses to a new version every second: tokens per second, and the delay between two tokens.
+"""What a loaded server loses to a new version every second, or to verifying itself: tokens, and delays between them.
 
     python benchmarks/serving.py --json
 
 One `vllm serve` (SmolLM2-135M on the CPU) with constantly running requests. Phases of equal length alternate: no
-updates, then a version of 0.4 % of all elements every second. What is measured are all tokens that arrive during the
-phases, and every delay between two tokens of one request. The versions are published beforehand and released by moving
-the pointer, because a trainer does not use the cores of its servers; fetching, decoding and planning do, and are part
-of the loss. Takes about five minutes.
+updates, then a version of 0.4 % of all elements every second, then one `POST /delta/verify` after the other. What is
+measured are all tokens that arrive during the phases, and every delay between two tokens of one request. The versions
+are published beforehand and released by moving the pointer, because a trainer does not use the cores of its servers;
+fetching, decoding and planning do, and are part of the loss. Takes about seven minutes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from vllm_server import Server, serve
 from delta_wire.state import Delta, TensorDelta
 
 _PERIOD_S = 1.0
+_KINDS = ("off", "on", "verify")
 
 
 class Load:
@@ -133,8 +134,9 @@ class Trainer:
 
 
 def measure(server: Server, trainer: Trainer, phases: int, phase_s: float, streams: int) -> dict[str, float]:
-    rates: dict[str, list[float]] = {"off": [], "on": []}
-    delays: dict[str, list[float]] = {"off": [], "on": []}
+    rates: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    delays: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    verify_s: list[float] = []
     with Load(server, streams) as load:
         # everything is compiled and cached once
         time.sleep(5)
@@ -142,12 +144,15 @@ def measure(server: Server, trainer: Trainer, phases: int, phase_s: float, strea
         server.wait(lambda s: s["seq"] == trainer.num_versions, "the first version")
         before = server.status()["commits"]
         published = trainer.num_versions
-        for turn in range(2 * phases):
-            kind = ("off", "on")[turn % 2]
+        for kind in _KINDS * phases:
             start_s = time.perf_counter()
             stop_s = start_s + phase_s
             if kind == "on":
                 trainer.run(stop_s)
+            while kind == "verify" and time.perf_counter() < stop_s:
+                asked_s = time.perf_counter()
+                assert server.verify()["equal"]
+                verify_s.append(time.perf_counter() - asked_s)
             time.sleep(max(0.0, stop_s - time.perf_counter()))
             tokens = load.between(start_s, stop_s)
             rates[kind].append(len(tokens) / phase_s)
@@ -156,13 +161,16 @@ def measure(server: Server, trainer: Trainer, phases: int, phase_s: float, strea
             server.wait(lambda s: s["seq"] == trainer.num_versions, "the last version")
         status = server.status()
     assert status["state"] == "serving" and server.verify()["equal"]
-    off, on = (statistics.mean(rates[kind]) for kind in ("off", "on"))
+    off, on, verify = (statistics.mean(rates[kind]) for kind in _KINDS)
     return {
         "tokens_per_s_off": off,
         "tokens_per_s_on": on,
+        "tokens_per_s_verify": verify,
         "loss_frac": 1 - on / off,
-        "p99_itl_ms_off": float(np.percentile(delays["off"], 99)) * 1000,
-        "p99_itl_ms_on": float(np.percentile(delays["on"], 99)) * 1000,
+        "loss_verify_frac": 1 - verify / off,
+        **{f"p99_itl_ms_{kind}": float(np.percentile(delays[kind], 99)) * 1000 for kind in _KINDS},
+        **{f"max_itl_ms_{kind}": max(delays[kind]) * 1000 for kind in _KINDS},
+        "verify_s": statistics.median(verify_s),
         "versions": trainer.num_versions - published,
         "commits": status["commits"] - before,
         "pause_ms": statistics.median(status["pauses_ms"]),
@@ -193,7 +201,9 @@ def main() -> None:
     print(
         f"{result['tokens_per_s_off']:.0f} tokens a second without updates, {result['tokens_per_s_on']:.0f} with one a"
         f" second ({result['loss_frac']:.1%} less); 99 of 100 delays below {result['p99_itl_ms_off']:.0f} ms and "
-        f"{result['p99_itl_ms_on']:.0f} ms; median pause {result['pause_ms']:.1f} ms"
+        f"{result['p99_itl_ms_on']:.0f} ms; median pause {result['pause_ms']:.1f} ms; while it verifies all weights, "
+        f"which takes {result['verify_s']:.1f} s, {result['loss_verify_frac']:.1%} less, the longest delay "
+        f"{result['max_itl_ms_verify']:.0f} ms instead of {result['max_itl_ms_off']:.0f} ms"
     )
 
 

@@ -36,10 +36,11 @@ from delta_wire.kernels.dispatch import (
     swap,
     warm_up,
 )
-from delta_wire.kernels.replacement import Replacement, replace
+from delta_wire.kernels.replacement import Replacement, Replacements
 
 __all__ = [
     "Replacement",
+    "Replacements",
     "apply_steps",
     "class_counts",
     "class_ranks",
@@ -52,7 +53,6 @@ __all__ = [
     "extract_many",
     "gather",
     "lanes_to_ints",
-    "replace",
     "rice_decode",
     "rice_encode",
     "round_bits",

@@ -9,10 +9,15 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 
 _GROUP = 64
 _PART = 16
-_PIECE = 256
+# elements of a commit that are written and then read back, and how far ahead their lines are fetched
+_PIECE = 64
+_AHEAD = 128
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,6 +27,11 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(nogil=True, cache=True, boundscheck=False)(function)
     except RuntimeError:
         return numba.njit(nogil=True, cache=False, boundscheck=False)(function)
+
+
+def instruction(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`numba.extending.intrinsic`: what the function generates takes the place of calls to it."""
+    return intrinsic(function)
 
 
 @jit
@@ -169,33 +179,71 @@ def scatter(flat, positions, new, old):
         flat[at] = new[i]
 
 
-@jit
-def replace(flat, positions, old, new):
-    """Write `new` into `flat` at `positions`, compare what was there with `old`, and read back what was written.
+@instruction
+def _prefetch(typing, address):
+    """Fetch the line at an address into the second-level cache, which has room for more fetches at a time than the
+    first."""
 
-    In pieces whose lines of `flat` stay in the cache, so that each is fetched from memory once; reading in a loop of
-    its own lets the processor fetch many at a time. Reads 12 K bytes and a line of `flat` an element, writes 2 K
-    bytes and the lines.
+    def generate(context, builder, signature, args):
+        number = ir.IntType(32)
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        form = ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", (pointer.type,), form)
+        # to read, into the second level, data
+        builder.call(fetch, [pointer, number(0), number(2), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(address), generate
+
+
+@instruction
+def _load(typing, address):
+    def generate(context, builder, signature, args):
+        return builder.load(builder.inttoptr(args[0], ir.IntType(16).as_pointer()))
+
+    return types.uint16(address), generate
+
+
+@instruction
+def _store(typing, address, bits):
+    def generate(context, builder, signature, args):
+        builder.store(args[1], builder.inttoptr(args[0], ir.IntType(16).as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(address, types.uint16), generate
+
+
+@jit
+def replace(addresses, old, new, bounds, counts, start, stop):
+    """Write `new` to `addresses`, compare what was there with `old`, and read back what was written.
+
+    Lines are asked for long before they are needed, so that the processor fetches many at a time, and a piece's lines
+    stay in the cache until they are read back: each is fetched from memory once. Reads 12 K bytes and a line an
+    element, writes the lines.
 
     Args:
-        old: becomes what was there.
-
-    Returns:
-        The number of elements that did not hold `old`, and of those that do not hold `new` afterwards.
+        addresses: uint64 `[K]`, of 16-bit elements. Nothing checks them: whoever makes them has.
+        old, new: uint16 `[K]`; what was not `old` becomes what was there.
+        bounds: int64 `[P + 1]`, first element of each of `P` parts, and `K`.
+        counts: int64 `[P, 2]`; to it are added the elements that did not hold `old`, and those that do not hold `new`
+            afterwards.
+        start, stop: range of elements to do.
     """
-    stale = 0
-    unwritten = 0
-    for start in range(0, positions.size, _PIECE):
-        stop = min(start + _PIECE, positions.size)
-        for i in range(start, stop):
-            found = flat[positions[i]]
-            stale += found != old[i]
-            old[i] = found
-        for i in range(start, stop):
-            flat[positions[i]] = new[i]
-        for i in range(start, stop):
-            unwritten += flat[positions[i]] != new[i]
-    return stale, unwritten
+    for i in range(start, min(start + _AHEAD, stop)):
+        _prefetch(addresses[i])
+    for piece in range(start, stop, _PIECE):
+        end = min(piece + _PIECE, stop)
+        for i in range(piece + _AHEAD, min(end + _AHEAD, stop)):
+            _prefetch(addresses[i])
+        for i in range(piece, end):
+            found = _load(addresses[i])
+            if found != old[i]:
+                counts[np.searchsorted(bounds, i, side="right") - 1, 0] += 1
+                old[i] = found
+            _store(addresses[i], new[i])
+        for i in range(piece, end):
+            if _load(addresses[i]) != new[i]:
+                counts[np.searchsorted(bounds, i, side="right") - 1, 1] += 1
 
 
 @jit

@@ -317,7 +317,7 @@ def warm_up(device: torch.device | str = "cpu") -> None:
     """
     import torch
 
-    from delta_wire.kernels.replacement import Replacement, replace
+    from delta_wire.kernels.replacement import Replacement, Replacements
 
     for dtype in (torch.float32, torch.bfloat16):
         param = torch.ones(8, dtype=dtype, device=device)
@@ -332,4 +332,4 @@ def warm_up(device: torch.device | str = "cpu") -> None:
     bits = gather(snapshot, positions)
     scatter(snapshot, positions, bits)
     swap(snapshot, positions, bits, positions, (1, 2))
-    replace([Replacement(snapshot, positions, bits, bits)])
+    Replacements([Replacement(snapshot, positions, bits, bits.clone())]).run()

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from delta_wire.kernels import dispatch
-from delta_wire.kernels.devices import is_on_host, require, to_host
+from delta_wire.kernels.devices import is_on_host, require, to_host, to_torch
 
 if TYPE_CHECKING:
     import torch
 
-# what a thread takes at a time
-_CHUNK = 1 << 13
-# that many chunks are not worth a second thread
-_ALONE = 16
+# elements that a thread takes at a time
+_CHUNK = 1 << 15
+# that many elements are not worth a second thread
+_ALONE = 1 << 17
 
 
 class Replacement:
@@ -34,7 +35,7 @@ class Replacement:
         new (`torch.Tensor`): int16 `[K]`, what will be there.
     """
 
-    __slots__ = ("_chunks", "flat", "new", "old", "positions")
+    __slots__ = ("flat", "new", "old", "positions")
 
     def __init__(self, flat: torch.Tensor, positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor):
         num_changed = positions.numel()
@@ -43,17 +44,6 @@ class Replacement:
             f"Replacement: {num_changed} positions, {old.numel()} old and {new.numel()} new bits",
         )
         self.flat, self.positions, self.old, self.new = flat, positions, old, new
-        self._chunks: list[tuple[np.ndarray, ...]] = []
-        if is_on_host(flat):
-            bits = to_host(flat, np.uint16)
-            listed = (positions.numpy(), to_host(old, np.uint16), to_host(new, np.uint16))
-            for start in range(0, num_changed, _CHUNK):
-                self._chunks.append((bits, *(array[start : start + _CHUNK] for array in listed)))
-
-    @property
-    def chunks(self) -> list[tuple[np.ndarray, ...]]:
-        """On a CPU: what is there to do, in pieces for several threads."""
-        return self._chunks
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         """On another device: enqueue it; the two counts stay there."""
@@ -63,37 +53,65 @@ class Replacement:
         return stale, (dispatch.gather(self.flat, self.positions) != self.new).sum()
 
 
-def replace(replacements: Sequence[Replacement]) -> list[tuple[int, int]]:
-    """Carry out replacements of one device, all of them whatever is found; its host waits for the device once.
+class Replacements:
+    """Replacements of one device, ready to be carried out at once.
 
-    Returns:
-        For each one the number of elements that did not hold the old bits, and of those that do not hold the new bits
-        when read back.
+    On a CPU one list of addresses is made of them, so that one call of a kernel does what would be hundreds: their
+    `old` and `new` bits become views of common arrays.
+
+    Args:
+        items (list of `Replacement`): no two of the same element.
     """
-    if not replacements:
-        return []
-    if not is_on_host(replacements[0].flat):
-        import torch
 
-        counts = torch.stack([count for item in replacements for count in item.run()]).reshape(-1, 2)
+    def __init__(self, items: Sequence[Replacement]):
+        self.items = items
+        self._on_host = bool(items) and is_on_host(items[0].flat)
+        if not self._on_host:
+            return
+        self._bounds = np.cumsum([0, *(item.positions.numel() for item in items)])
+        size = int(self._bounds[-1])
+        self._addresses = np.empty(size, dtype=np.uint64)
+        self._old, self._new = np.empty(size, dtype=np.uint16), np.empty(size, dtype=np.uint16)
+        for item, (start, stop) in zip(items, pairwise(self._bounds.tolist()), strict=True):
+            part = slice(start, stop)
+            # two bytes an element
+            np.left_shift(item.positions.numpy().view(np.uint64), 1, out=self._addresses[part])
+            self._addresses[part] += np.uint64(item.flat.data_ptr())
+            self._old[part], self._new[part] = to_host(item.old, np.uint16), to_host(item.new, np.uint16)
+            item.old, item.new = to_torch(self._old[part]), to_torch(self._new[part])
+
+    def run(self) -> list[tuple[int, int]]:
+        """Carry them out, all of them whatever is found; the host waits for the device once.
+
+        Returns:
+            For each item the number of elements that did not hold the old bits, and of those that do not hold the new
+            bits when read back.
+        """
+        if not self.items:
+            return []
+        if not self._on_host:
+            import torch
+
+            counts = torch.stack([count for item in self.items for count in item.run()]).reshape(-1, 2)
+            return [(stale, unwritten) for stale, unwritten in counts.tolist()]
+        size = self._addresses.size
+        work = iter(range(0, size, _CHUNK))
+        # whichever thread is free takes the next piece: the machine may be busy
+        beside = [dispatch.beside(self._work, work)] if size > _ALONE else []
+        try:
+            counts = self._work(work)
+        finally:
+            # whoever takes it back must not meet a thread that still writes
+            wait(beside)
+        for future in beside:
+            counts += future.result()
         return [(stale, unwritten) for stale, unwritten in counts.tolist()]
-    found = [[0, 0] for _ in replacements]
-    chunks = [(at, chunk) for at, item in enumerate(replacements) for chunk in item.chunks]
-    work = iter(chunks)
-    # whichever thread is free takes the next piece: the machine may be busy
-    counts = [dispatch.beside(_work, work)] if len(chunks) > _ALONE else []
-    try:
-        here = _work(work)
-    finally:
-        # whoever takes it back must not meet a thread that still writes
-        wait(counts)
-    for at, stale, unwritten in [*here, *(count for future in counts for count in future.result())]:
-        found[at][0] += stale
-        found[at][1] += unwritten
-    return [(stale, unwritten) for stale, unwritten in found]
 
+    def _work(self, starts: Iterator[int]) -> np.ndarray:
+        from delta_wire.kernels import cpu
 
-def _work(chunks: Iterator[tuple[int, tuple[np.ndarray, ...]]]) -> list[tuple[int, int, int]]:
-    from delta_wire.kernels import cpu
-
-    return [(at, *cpu.replace(*chunk)) for at, chunk in chunks]
+        counts = np.zeros((len(self.items), 2), dtype=np.int64)
+        for start in starts:
+            stop = min(start + _CHUNK, self._addresses.size)
+            cpu.replace(self._addresses, self._old, self._new, self._bounds, counts, start, stop)
+        return counts

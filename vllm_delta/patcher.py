@@ -44,6 +44,7 @@ class Plan:
     """A change of this rank's weights, ready to be written, and what it adds to the digest of each region."""
 
     parts: list[Part] = field(default_factory=list)
+    writes: kernels.Replacements = field(default_factory=lambda: kernels.Replacements([]))
     lanes: LanesDict = field(default_factory=dict)
     num_changed: int = 0
     state: Literal["ready", "begun", "written", "undone"] = "ready"
@@ -93,6 +94,7 @@ class Patcher:
                         relative=None if change.relative is None else change.relative[chosen],
                     )
                     self._add(plan, at, own, positions)
+        plan.writes = kernels.Replacements([part.bits for part in plan.parts])
         return plan
 
     def plan_checkpoint(self, folder: Path) -> Plan:
@@ -111,6 +113,7 @@ class Patcher:
                     indices, positions = _dot(source, differs), _dot(target, differs)
                     own = TensorDelta(region.tensor, indices, np.ascontiguousarray(wanted[differs]))
                     self._add(plan, at, own, positions)
+        plan.writes = kernels.Replacements([part.bits for part in plan.parts])
         return plan
 
     def _add(self, plan: Plan, at: int, change: TensorDelta, positions: np.ndarray) -> None:
@@ -147,8 +150,7 @@ class Patcher:
         if plan.state != "ready":
             raise LayoutError(f"this plan was already {plan.state}; stage the version again")
         plan.state = "begun"
-        counts = kernels.replace([part.bits for part in plan.parts])
-        for part, (stale, unwritten) in zip(plan.parts, counts, strict=True):
+        for part, (stale, unwritten) in zip(plan.parts, plan.writes.run(), strict=True):
             if stale:
                 raise LayoutError(
                     f"{self._name(part)} changed between staging and commit; something else writes to it"

@@ -22,6 +22,8 @@ from vllm_delta.blocks import Block, coverage, merge_axes
 from vllm_delta.orders import Order
 
 _aten = torch.ops.aten
+# tensors of modules that hold what a request needs
+_NO_WEIGHTS = {"kv_cache"}
 _FILLS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
 
 
@@ -113,6 +115,7 @@ class _Tracer(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.result = Trace()
+        self._model = model
         self.current = "(start)"
         self._live: dict[int, tuple[str, torch.Tensor]] = {}
         self._params: dict[str, int] = {}
@@ -190,6 +193,12 @@ class _Tracer(TorchDispatchMode):
                 f"no tensor of the checkpoint is copied into this live parameter {list(shape)}: it is derived, "
                 "repacked after loading, or loaded by other means",
             )
+        for name, copy in self._derived():
+            result.problems.setdefault(
+                name,
+                f"a tensor {list(copy.shape)} beside the parameters: what the server computes from weights after "
+                "loading would keep the old ones",
+            )
         targets: dict[int, list[Block]] = {}
         for region in result.regions:
             targets.setdefault(region.storage, []).append(region.target)
@@ -205,6 +214,20 @@ class _Tracer(TorchDispatchMode):
                             region.tensor, f"several writes of the loader meet in {region.param}"
                         )
         return result
+
+    def _derived(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Numbers that hang on a module and are neither parameter nor buffer nor a view of one, as the factors that
+        latent attention makes of its projections."""
+        for prefix, module in self._model.named_modules():
+            for name, value in vars(module).items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.is_floating_point()
+                    and value.numel() > 1
+                    and name not in _NO_WEIGHTS
+                    and _storage_key(value) not in self._live
+                ):
+                    yield f"{prefix}.{name}" if prefix else name, value
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

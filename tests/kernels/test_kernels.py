@@ -166,16 +166,16 @@ def test_replacing_counts_what_was_not_there(monkeypatch: pytest.MonkeyPatch, th
         items.append(kernels.Replacement(flat, positions, flat[positions].clone(), new))
     foreign = items[1].positions[[0, 4000]]
     storages[1][foreign] ^= 1
-    assert kernels.replace(items) == [(0, 0), (2, 0), (0, 0)]
+    assert kernels.Replacements(items).run() == [(0, 0), (2, 0), (0, 0)]
     assert all(map(torch.equal, storages, expected))
-    assert kernels.replace([]) == []
+    assert kernels.Replacements([]).run() == []
 
 
 def test_replacing_reads_back_what_it_wrote():
     # two entries for one place: the first does not hold what was written to it
     twice = torch.tensor([3, 3])
-    item = kernels.Replacement(torch.zeros(5, dtype=torch.int16), twice, as_bits([0, 0]), as_bits([1, 2]))
-    assert kernels.replace([item]) == [(0, 1)]
+    item = kernels.Replacement(torch.zeros(5, dtype=torch.int16), twice, as_bits([0, 1]), as_bits([1, 2]))
+    assert kernels.Replacements([item]).run() == [(0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,13 @@ class Faulty(DeltaWorkerExtension):
     def delta_commit(self) -> dict[str, Any]:
         if "scatter" not in self.delta_faults_:
             return super().delta_commit()
-        replace = kernels.replace
 
-        def fail_half_way(replacements: list[Any]) -> Any:
-            replace(replacements[: len(replacements) // 2])
+        def fail_half_way(writes: kernels.Replacements) -> Any:
+            run(kernels.Replacements(writes.items[: len(writes.items) // 2]))
             raise RuntimeError("the device fell off the bus in the middle of the scatter")
 
-        with mock.patch.object(kernels, "replace", fail_half_way):
+        run = kernels.Replacements.run
+        with mock.patch.object(kernels.Replacements, "run", fail_half_way):
             return super().delta_commit()
 
     def delta_undo(self) -> dict[str, Any]:

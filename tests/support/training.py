@@ -43,7 +43,7 @@ class Training:
         self.table = checkpoint.table()
         self.bits = {name: checkpoint.bits(name).reshape(-1).copy() for name in self.table}
         self.digest = checkpoint.digest()
-        self._changed_frac = changed_frac
+        self.changed_frac = changed_frac
         self._random = np.random.default_rng(seed)
 
     def start(self, bucket: Path | None = None) -> BucketWriter:
@@ -59,7 +59,7 @@ class Training:
         """Change a share of every tensor by a few units in the last place."""
         delta: Delta = {}
         for name, bits in self.bits.items():
-            count = max(1, int(bits.size * self._changed_frac))
+            count = max(1, int(bits.size * self.changed_frac))
             indices = np.sort(self._random.choice(bits.size, count, replace=False)).astype(np.int32)
             old = bits[indices]
             new = old ^ self._random.integers(1, 1 << 7, count).astype(np.uint16)

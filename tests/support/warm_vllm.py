@@ -10,6 +10,7 @@ command as everybody does.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import multiprocessing
@@ -19,6 +20,7 @@ import sys
 import threading
 import types
 
+_PR_SET_PDEATHSIG = 1
 _NEEDED = (
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",
@@ -50,6 +52,8 @@ def _import_all() -> None:
 def _serve(order: dict) -> None:
     """In the fork: become `vllm serve`."""
     os.setsid()
+    # ends with the process that forks, and that one with the tests
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -86,6 +86,14 @@ class Derives(FakeModel):
         self.norm_copy = parameter(HIDDEN)
 
 
+class Absorbs(FakeModel):
+    """As latent attention does: a factor computed from a weight after loading, used in its place."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1):
+        super().__init__(rank, ranks)
+        self.absorbed = self.o.data.t().contiguous()
+
+
 class Collides(FakeModel):
     def load(self, name: str, tensor: torch.Tensor) -> None:
         super().load(name, tensor)
@@ -124,6 +132,7 @@ class Fails(FakeModel):
         (Skips, "norm.weight", "no rank of the server copies it"),
         (Skips, "norm", "no tensor of the checkpoint"),
         (Derives, "norm_copy", "no tensor of the checkpoint"),
+        (Absorbs, "absorbed", "beside the parameters"),
         (Collides, "norm.weight", "several writes of the loader meet"),
         (Overwrites, "norm.weight", "several writes of the loader meet"),
         (Repeats, "norm.weight", "repeats or folds"),
@@ -136,6 +145,13 @@ def test_what_cannot_be_patched_is_named(checkpoint: Checkpoint, model: type[Fak
         Layout(checkpoint.table(), [rank_trace(found)])
     entries = [entry for entry in str(error.value).split("; ") if f"{name}: " in entry]
     assert entries and reason in entries[0], str(error.value)
+
+
+def test_views_of_weights_and_caches_are_no_copies(checkpoint: Checkpoint):
+    model = FakeModel()
+    model.turned, model.kv_cache = model.o.data.t(), torch.zeros(4, 4)
+    model.limit, model.order = torch.tensor(0.5), torch.arange(3)
+    assert not trace(model, checkpoint.table()).problems
 
 
 def test_a_tied_parameter_follows_its_alias(checkpoint: Checkpoint):

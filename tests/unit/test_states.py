@@ -24,6 +24,7 @@ import torch
 from fake_server import FakeEngine, FakeWorker, as_loaded, write_checkpoint
 from training import Training
 
+from delta_wire import kernels
 from delta_wire.errors import StoreUnavailableError
 from vllm_delta.commit import Coordinator
 from vllm_delta.live import Live
@@ -163,18 +164,12 @@ class ScheduledEngine(FakeEngine):
 def halve(worker: FakeWorker) -> None:
     """Let a commit write only the first half of its plan; what it takes back is the whole plan."""
     plan = worker.delta_rank_.plan
-    patcher = worker.delta_rank_.patcher
-    parts, whole = plan.parts, patcher.commit
+    half = kernels.Replacements(plan.writes.items[: len(plan.parts) // 2])
 
-    def commit(half: Any) -> Any:
-        half.parts = parts[: len(parts) // 2]
-        try:
-            return whole(half)
-        finally:
-            half.parts = parts
-            patcher.commit = whole  # type: ignore[method-assign]
+    def run() -> list[tuple[int, int]]:
+        return half.run() + [(0, 0)] * (len(plan.parts) - len(half.items))
 
-    patcher.commit = commit  # type: ignore[method-assign]
+    plan.writes.run = run  # type: ignore[method-assign]
 
 
 class ScheduledSubscriber(Subscriber):

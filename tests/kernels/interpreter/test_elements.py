@@ -308,11 +308,11 @@ def test_replacements_of_a_device_are_one_wait_of_its_host(sizes: tuple[int, ...
     new = [bits ^ 1 for bits in old]
     items = [kernels.Replacement(*each) for each in zip(storages, positions, old, new, strict=True)]
     host_reads.clear()
-    assert kernels.replace(items) == [(0, 0)] * len(sizes)
+    assert kernels.Replacements(items).run() == [(0, 0)] * len(sizes)
     assert host_reads == ["tolist"]
     for flat, listed, bits, start in zip(storages, positions, new, before, strict=True):
         assert torch.equal(flat, start.index_put((listed,), bits))
     # what is there now is not what the same change expects: it is told and kept, so that it can be put back
-    found = kernels.replace([kernels.Replacement(*each) for each in zip(storages, positions, old, new, strict=True)])
-    assert found == [(size, 0) for size in sizes]
+    again = [kernels.Replacement(*each) for each in zip(storages, positions, old, new, strict=True)]
+    assert kernels.Replacements(again).run() == [(size, 0) for size in sizes]
     assert all(torch.equal(bits, now) for bits, now in zip(old, new, strict=True))
