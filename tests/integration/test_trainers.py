@@ -96,7 +96,7 @@ def test_dpo_with_an_adapter_publishes_merged_weights(folder: Path, tmp_path: Pa
         steps = (bits[0] - bits[1]).abs()
         assert int(steps.max()) <= 1, name
         moved += int(steps.count_nonzero())
-    assert moved < 100
+    assert moved < 500
 
 
 @pytest.fixture(scope="module")
