@@ -8,7 +8,15 @@ from typing import Any
 
 import click
 
-from delta_wire.commands.common import EXIT_REFUSED, json_option, open_reader, print_json, print_table, say
+from delta_wire.commands.common import (
+    EXIT_REFUSED,
+    is_terminal,
+    json_option,
+    open_reader,
+    print_json,
+    print_table,
+    say,
+)
 
 _SHOWN = 20
 
@@ -56,7 +64,7 @@ def gc(
     from delta_wire.describe import format_bytes
     from delta_wire.retention import Policy, plan, sweep
 
-    if not (dry_run or yes or sys.stdin.isatty()):
+    if not (dry_run or yes or is_terminal(sys.stdin)):
         raise click.UsageError("say --dry-run or --yes; there is nobody to ask")
     reader = open_reader(bucket)
     found = plan(reader, Policy(restart_points=restart_points, grace_s=grace_s, lease_s=lease_s))

@@ -157,6 +157,16 @@ def test_a_full_disk_behind_standard_output_is_one_line(delta_wire_process, buck
     assert "Traceback" not in err and "Exception ignored" not in err and err.count("error:") == 1
 
 
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_stream_that_the_caller_has_closed(bucket, closed):
+    """As `delta-wire … >&-` in a shell."""
+    words = [sys.executable, "-c", "from delta_wire.cli import main; main()", "log", str(bucket)]
+    code = f"import os; os.close({closed}); os.execv({words[0]!r}, {words!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert (str(bucket) in done.stdout) is (closed != 1)
+
+
 def test_usage_of_the_whole(command, bucket):
     assert command("--version").out.startswith("delta-wire, version")
     assert "Usage" in command().err
