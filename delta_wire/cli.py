@@ -14,7 +14,7 @@ import sys
 import click
 
 from delta_wire import __version__
-from delta_wire.commands import bench, checkout, completion, diff, doctor, inspect, log, report, verify, watch
+from delta_wire.commands import bench, checkout, completion, diff, doctor, gc, inspect, log, report, verify, watch
 from delta_wire.commands.common import EXIT_INTERRUPTED, EXIT_REFUSED, print_json, say
 from delta_wire.errors import DeltaError
 
@@ -44,6 +44,7 @@ for _command in (
     watch.watch,
     doctor.doctor,
     report.report,
+    gc.gc,
     bench.bench,
     completion.completion,
 ):

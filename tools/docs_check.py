@@ -42,6 +42,8 @@ MARKS = (*NEEDS, "full", "serve")
 SERVER = "http://localhost:8000"
 START_TIMEOUT_S = 300
 BLOCK_TIMEOUT_S = 300
+SETTLE_TIMEOUT_S = 120
+_CPU = "__import__('trl').SFTConfig(output_dir='trainer', use_cpu=True, bf16=False, max_steps=3, report_to=[])"
 _DATASET = 'load_dataset("trl-lib/Capybara", split="train")'
 _BLOCK = re.compile(
     r"(?:^<!-- docs-check: (?P<mark>.*?) -->\n)?^```(?P<kind>bash|python)\n(?P<text>.*?)^```$", re.M | re.S
@@ -92,6 +94,7 @@ class Stage:
         self.names = {
             "/mnt/shared/run-1": str(folder / "shared" / "run-1"),
             "HuggingFaceTB/SmolLM2-135M-Instruct": str(model),
+            "SFTTrainer(\n": f"SFTTrainer(\n    args={_CPU},\n",
             _DATASET: f"load_dataset('json', data_files={str(folder / 'data.json')!r}, split='train')",
         }
         for name in ("shared", "runs/demo"):
@@ -132,7 +135,7 @@ class Stage:
         if block.mark in NEEDS or (block.mark in ("full", "serve") and not self.full):
             return parse(block.kind, text)
         if block.kind == "python":
-            return self._call([sys.executable, "-c", text])
+            return self._call([sys.executable, "-c", text]) or self._settle()
         if block.mark == "serve":
             return self._serve(text)
         for line in commands(text):
@@ -155,6 +158,20 @@ class Stage:
         except subprocess.TimeoutExpired:
             return f"it has not ended after {BLOCK_TIMEOUT_S} s"
         return f"exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}" if done.returncode else None
+
+    def _settle(self) -> str | None:
+        """Wait until a server serves what has been published, as a reader of the document would."""
+        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+        status = {}
+        while self.servers and status.get("state") != "serving":
+            if time.monotonic() > deadline_s:
+                return f"the server does not follow: {status}"
+            with urllib.request.urlopen(f"{SERVER}/delta/status", timeout=30) as answer:
+                status = json.load(answer)
+            if status.get("lag_versions") != 0:
+                status["state"] = "behind"
+            time.sleep(0.5)
+        return None
 
     def _check(self, line: str) -> str | None:
         words = shlex.split(line, comments=True)

@@ -75,6 +75,22 @@ BENCHMARKS = {
             ("loss_frac", "share lost"),
         ),
     ),
+    "faults": Benchmark(
+        "trainer, servers and bucket under 1,000 faults, half an hour",
+        ("--count", "1000"),
+        ("--count", "20"),
+        (
+            ("faults", "faults injected"),
+            ("wrong_states", "states that were no version"),
+            ("unrecovered", "rounds without recovery"),
+        ),
+    ),
+    "fuzz": Benchmark(
+        "10,000 damaged objects, ten minutes",
+        ("--count", "10000"),
+        ("--count", "200"),
+        (("cases", "damaged objects read"), ("refused", "refused by name"), ("failures", "failures")),
+    ),
     "gpu": Benchmark("every kernel on this GPU, two minutes; needs one", (), (), ()),
 }
 

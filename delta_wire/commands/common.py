@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -103,6 +103,11 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody sees it; a stream that was closed by the caller is `None`."""
+    return stream is not None and stream.isatty()
+
+
 class Progress:
     """How far something is, in one line on a terminal's standard error, once it has taken [`PATIENCE_S`].
 
@@ -149,7 +154,7 @@ class Progress:
 def progress(label: str, total: int | None = None) -> Iterator[Progress]:
     """A [`Progress`] that shows itself twice a second, and is gone at the end, however that comes."""
     shown = Progress(label, total)
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         yield shown
         return
     over = threading.Event()

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from delta_wire.commands.common import EXIT_REFUSED, lines_option, open_reader, print_json, print_table, say
+from delta_wire.commands.common import (
+    EXIT_REFUSED,
+    is_terminal,
+    lines_option,
+    open_reader,
+    print_json,
+    print_table,
+    say,
+)
 from delta_wire.errors import BucketNotFoundError, StoreUnavailableError
 
 if TYPE_CHECKING:
@@ -91,7 +99,7 @@ def _follow(look: Callable[[], list[Replica]], interval_s: float, as_json: bool)
             if as_json:
                 print_json(_record(replicas))
             else:
-                if sys.stdout.isatty():
+                if is_terminal(sys.stdout):
                     click.clear()
                 _show(replicas)
             shown = replicas

@@ -100,7 +100,7 @@ def _lead(data: dict[str, Any]) -> str:
         f"While it learns, a trainer sends the weights of a model of {size} to the servers that generate text with "
         f"it. In {format_age(max(0.0, lasted_s))} it published {len(versions)} new versions. On average "
         f"{share:.3%} of the weights had changed, so {format_bytes(round(sent))} were sent in place of "
-        f"{format_bytes(model['full_bytes'])}: one {model['full_bytes'] / sent:.0f}th."
+        f"{format_bytes(model['full_bytes'])}, which is 1/{model['full_bytes'] / sent:.0f} of it."
     )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ COLOURS = ("#0b6e99", "#d9730d", "#4d8b31", "#9b3d8f", "#5f5fc4", "#6c757d", "#c
 _DPI = 130
 # a legend of more would hide the picture
 _MAX_SERVERS = 12
+_NAME_CHARS = 26
+_LEGEND_COLUMNS = 3
 # an axis over less than this ratio has at most two powers of ten
 _FEW_TICKS = 100.0
 
@@ -134,42 +136,46 @@ def _payload(data: dict[str, Any]) -> Figure | None:
 
 
 def _latency(data: dict[str, Any]) -> Figure | None:
-    panels: list[Callable[[Axes], None]] = []
     published = [(row["step"], row["publish_s"]) for row in data["log"] if "publish_s" in row]
-    arrived = _by_server(data, "latency_s")
-    pauses = _by_server(data, "pause_ms")
-    if published:
-        panels.append(lambda axes: _draw_published(axes, published))
-    if arrived:
-        panels.append(lambda axes: _per_server(axes, arrived, "Publication to being served", "seconds"))
-    if pauses:
-        panels.append(lambda axes: _per_server(axes, pauses, "Pause of generation", "milliseconds"))
-    if not panels:
+    by_server = [
+        (_by_server(data, "latency_s"), "Publication to being served", "seconds"),
+        (_by_server(data, "pause_ms"), "Pause of generation", "milliseconds"),
+    ]
+    shown = [entry for entry in by_server if entry[0]]
+    num_panels = bool(published) + len(shown)
+    if not num_panels:
         return None
-    figure = new_figure(1 + 2.5 * len(panels), 3.1)
-    for number, draw in enumerate(panels, 1):
-        draw(figure.add_subplot(1, len(panels), number))
+    num_servers = max((len(values) for values, _, _ in shown), default=0)
+    # where only one version is known of each server, names stand beside bars and need the width
+    as_bars = all(len(points) == 1 for values, _, _ in shown for points in values.values())
+    if as_bars:
+        height_in = 2.4 * bool(published) + len(shown) * (0.9 + 0.25 * max(num_servers, 3))
+        figure = new_figure(7.5, height_in)
+        panels = [figure.add_subplot(num_panels, 1, i + 1) for i in range(num_panels)]
+    else:
+        figure = new_figure(1 + 2.5 * num_panels, 3.1 + _legend_in(num_servers))
+        panels = [figure.add_subplot(1, num_panels, i + 1) for i in range(num_panels)]
+    if published:
+        axes = panels.pop(0)
+        axes.plot(*zip(*published, strict=True), "o-", color=COLOURS[0], ms=4)
+        _finish(axes, "Trainer to bucket", "optimizer step", "seconds")
+        axes.set_ylim(bottom=0)
+    for axes, (values, title, unit) in zip(panels, shown, strict=True):
+        if as_bars:
+            _bars(axes, {server: points[0][1] for server, points in values.items()})
+            _finish(axes, title, unit, "server")
+        else:
+            _lines(axes, values)
+            _finish(axes, title, "version", unit)
+            axes.set_ylim(bottom=0)
+    if not as_bars:
+        _legend_under(figure, panels[-1])
     return figure
 
 
-def _draw_published(axes: Axes, points: list[tuple[float, float]]) -> None:
-    axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[0], ms=4)
-    _finish(axes, "Trainer to bucket", "optimizer step", "seconds")
-    axes.set_ylim(bottom=0)
-
-
-def _per_server(axes: Axes, values: dict[str, list[tuple[int, float]]], title: str, unit: str) -> None:
-    """One line a server over versions, or bars where only one version is known of each."""
-    shown = list(values.items())[:_MAX_SERVERS]
-    if all(len(points) == 1 for _, points in shown):
-        _bars(axes, {server: points[0][1] for server, points in shown})
-        _finish(axes, title, unit, "server")
-        return
-    for number, (server, points) in enumerate(shown):
+def _lines(axes: Axes, values: dict[str, list[tuple[int, float]]]) -> None:
+    for number, (server, points) in enumerate(values.items()):
         axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[number % len(COLOURS)], ms=3, label=server)
-    _finish(axes, title, "version", unit)
-    axes.set_ylim(bottom=0)
-    _legend_below(axes, len(shown))
 
 
 def _bars(axes: Axes, values: dict[str, float]) -> None:
@@ -190,24 +196,28 @@ def _lag(data: dict[str, Any]) -> Figure | None:
     for record in records:
         for server in record["servers"]:
             if server["lag_versions"] is not None:
-                lines.setdefault(server["server"], []).append((record["unix_s"] - began_s, server["lag_versions"]))
-    shown = list(lines.items())[:_MAX_SERVERS]
+                at = (record["unix_s"] - began_s, server["lag_versions"])
+                lines.setdefault(server["server"], []).append(at)
+    short = _short(lines)
+    shown = {short[server]: points for server, points in list(lines.items())[:_MAX_SERVERS]}
     if not shown:
         return None
-    figure = new_figure(7.5, 3.4 if len(records) > 1 else 1.4 + 0.3 * max(len(shown), 3))
-    axes = figure.add_subplot()
     if len(records) == 1:
-        _bars(axes, {server: points[0][1] for server, points in shown})
+        figure = new_figure(7.5, 1.4 + 0.25 * max(len(shown), 3))
+        axes = figure.add_subplot()
+        _bars(axes, {server: points[0][1] for server, points in shown.items()})
         _finish(axes, "How far servers are behind now", "versions behind the newest", "server")
         _whole_numbers(axes.xaxis)
         return figure
-    for number, (server, points) in enumerate(shown):
+    figure = new_figure(7.5, 3.3 + _legend_in(len(shown)))
+    axes = figure.add_subplot()
+    for number, (server, points) in enumerate(shown.items()):
         colour = COLOURS[number % len(COLOURS)]
         axes.plot(*zip(*points, strict=True), color=colour, lw=1.5, drawstyle="steps-post", label=server)
     _finish(axes, "How far servers are behind", "seconds since the first record", "versions behind the newest")
     axes.set_ylim(bottom=0)
     _whole_numbers(axes.yaxis)
-    _legend_below(axes, len(shown))
+    _legend_under(figure, axes)
     return figure
 
 
@@ -273,7 +283,8 @@ def _by_server(data: dict[str, Any], field: str) -> dict[str, list[tuple[int, fl
         for server in record["servers"]:
             if server["seq"] is not None and server.get(field) is not None:
                 found.setdefault(server["server"], {}).setdefault(server["seq"], server[field])
-    return {server: sorted(points.items()) for server, points in found.items()}
+    short = _short(found)
+    return {short[server]: sorted(points.items()) for server, points in list(found.items())[:_MAX_SERVERS]}
 
 
 def _finish(axes: Axes, title: str, x_label: str, y_label: str) -> None:
@@ -306,6 +317,19 @@ def _legend_beside(axes: Axes) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
-def _legend_below(axes: Axes, num_entries: int) -> None:
-    if num_entries > 1:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8)
+def _legend_under(figure: Figure, axes: Axes) -> None:
+    """One legend for all panels, where there is more than one server."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8)
+
+
+def _legend_in(num_servers: int) -> float:
+    """Inches that such a legend takes."""
+    return 0.18 * -(-num_servers // _LEGEND_COLUMNS) if num_servers > 1 else 0.0
+
+
+def _short(servers: Iterable[str]) -> dict[str, str]:
+    """Names that leave room for the picture: their ends, unless these are not enough to tell them apart."""
+    short = {name: name if len(name) <= _NAME_CHARS else f"…{name[1 - _NAME_CHARS :]}" for name in servers}
+    return short if len(set(short.values())) == len(short) else {name: name for name in short}

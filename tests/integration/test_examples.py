@@ -33,3 +33,13 @@ def test_one_of_three_servers_is_killed_and_one_joins_late(tmp_path):
     servers = {server["server"]: server for server in json.loads(watched.stdout)["servers"]}
     assert watched.returncode == 1 and servers["replica-2"]["lag_versions"] > 1
     assert servers["replica-1"]["lag_versions"] == servers["replica-3"]["lag_versions"] == 0
+
+
+def test_grpo_generates_with_the_weights_of_its_step(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "grpo_server_mode.py"), "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["passed"] is True and summary["version_served"] == summary["versions_published"]
+    assert [step["step"] for step in summary["steps"]] == [1, 2, 3, 4]
+    assert "equal to the trainer in every bit" in done.stdout and "Traceback" not in done.stdout + done.stderr

@@ -21,6 +21,7 @@ SUCCESS = {
     "watch": ["{bucket}", "--once"],
     "doctor": ["{bucket}"],
     "report": ["{bucket}", "--output", "{tmp}/report"],
+    "gc": ["{bucket}", "--dry-run"],
     "bench": ["extract", "--dir", "{scripts}"],
     "completion": ["bash"],
 }
@@ -33,6 +34,7 @@ REFUSED = {
     "watch": ["{tmp}/nowhere", "--once"],
     "doctor": ["{tmp}/nowhere"],
     "report": ["{tmp}/nowhere"],
+    "gc": ["{tmp}/nowhere", "--yes"],
     "bench": ["payload", "--dir", "{scripts}"],
 }
 WRONG = {
@@ -44,6 +46,7 @@ WRONG = {
     "watch": [],
     "doctor": ["--serve", "'"],
     "report": ["{bucket}", "--limit", "0"],
+    "gc": ["{bucket}"],
     "bench": ["nothing"],
     "completion": ["tcsh"],
 }
@@ -64,6 +67,7 @@ SCHEMA = {
     "watch": {"unix_s": float, "servers": list},
     "doctor": {"ok": bool, "findings": list},
     "report": {"page": str, "pictures": dict, "data": dict},
+    "gc": {"bucket": str, "dry_run": bool, "newest": str, "oldest_kept": str, "delete": list, "kept_bytes": int},
     "bench": {"results": dict, "failed": dict},
     "completion": {"shell": str, "script": str},
 }
@@ -88,8 +92,7 @@ def fill(bucket, run, tmp_path):
 
 
 def test_the_tables_of_this_file_know_every_command():
-    # gc deletes, and has tests of its own
-    assert set(cli.commands) - {"gc"} == set(SUCCESS) == set(WRONG) == set(SCHEMA)
+    assert set(cli.commands) == set(SUCCESS) == set(WRONG) == set(SCHEMA)
 
 
 @pytest.mark.parametrize("name", SUCCESS)
@@ -152,6 +155,16 @@ def test_a_full_disk_behind_standard_output_is_one_line(delta_wire_process, buck
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "No space left" in err
     assert "Traceback" not in err and "Exception ignored" not in err and err.count("error:") == 1
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_stream_that_the_caller_has_closed(bucket, closed):
+    """As `delta-wire … >&-` in a shell."""
+    words = [sys.executable, "-c", "from delta_wire.cli import main; main()", "log", str(bucket)]
+    code = f"import os; os.close({closed}); os.execv({words[0]!r}, {words!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert (str(bucket) in done.stdout) is (closed != 1)
 
 
 def test_usage_of_the_whole(command, bucket):

@@ -239,6 +239,71 @@ def test_watch_reads_acknowledgements(command, bucket, run):
 
 
 @pytest.fixture
+def long_run(run):
+    """Versions 0 to 8, with anchors at 3 and 6."""
+    from delta_wire.anchors import stream_anchor
+
+    for seq in range(1, 9):
+        if seq not in (3, 6):
+            run.publish()
+            continue
+        delta, digest = run.next_delta()
+        bits = run.bits.__getitem__
+        anchor = stream_anchor(run.store, run.table, bits, seq=seq, digest=digest, files=run.base)
+        run.writer.publish(delta, digest=digest, step=seq, anchor=anchor)
+    return run
+
+
+def test_gc_removes_what_no_reader_needs(command, long_run, tmp_path):
+    bucket = long_run.store.root
+    # what was made a moment ago stays for an hour
+    result = command("gc", bucket, "--dry-run", "--json")
+    assert result.code == 0 and result.json["delete"] == [] and result.json["waiting"] > 0
+    before = {info.key for info in long_run.store.list("")}
+    dry = command("gc", bucket, "--dry-run", "--grace", 0, "--json").json
+    assert dry["deleted"] == 0 and dry["oldest_kept"].endswith("-3") and dry["newest"].endswith("-8")
+    assert {info.key for info in long_run.store.list("")} == before
+    text = command("gc", bucket, "--dry-run", "--grace", 0)
+    assert "deltas/000000000001-" in text.out and "would remove" in text.err
+    result = command("gc", bucket, "--grace", 0, "--yes", "--json").json
+    assert result["delete"] == dry["delete"] and result["deleted"] == len(dry["delete"])
+    after = {info.key for info in long_run.store.list("")}
+    assert before - after == {entry["key"] for entry in dry["delete"]}
+    assert command("verify", bucket).code == 0
+    assert command("checkout", f"{bucket}@3", tmp_path / "three").code == 0
+    assert command("gc", bucket, "--grace", 0, "--yes", "--json").json["delete"] == []
+    assert command("gc", bucket, "--restart-points", 1, "--dry-run").code == 2
+
+
+def test_gc_asks_before_it_removes(long_run):
+    """On a terminal; elsewhere it wants to be told."""
+    bucket = long_run.store.root
+    before = {info.key for info in long_run.store.list("")}
+    for answer, code in (("n", 1), ("y", 0)):
+        end, other = os.openpty()
+        try:
+            words = [
+                sys.executable,
+                "-c",
+                "from delta_wire.cli import main; main()",
+                "gc",
+                str(bucket),
+                "--grace",
+                "0",
+            ]
+            process = subprocess.Popen(
+                words, cwd="/", stdin=other, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            os.write(end, f"{answer}\n".encode())
+            _, err = process.communicate(timeout=60)
+        finally:
+            os.close(end)
+            os.close(other)
+        assert process.returncode == code and "Remove " in err
+        assert ({info.key for info in long_run.store.list("")} == before) is (answer == "n")
+
+
+@pytest.fixture
 def server():
     """Something that answers as a server of vLLM does, with and without the extension."""
     status = {"state": "serving", "server": "one", "version": "r-1-3", "seq": 3, "lag_versions": 0, "pauses_ms": [4.0]}

@@ -168,3 +168,81 @@ def test_steps_and_their_floor():
     assert floor_bytes({"t": part}, table) == (8 + 4) / 8
     assert position_bits(np.array([8, 8]), np.array([0, 8])) == 0
     assert floor_bytes({"t": TensorDelta("t", part.indices, new)}, table) is None
+
+
+def texts_of(figure):
+    """Everything that is written in a picture, by its extent in pixels."""
+    figure.canvas.draw()
+    found = []
+    for legend in figure.legends:
+        found += [(text.get_text(), text.get_window_extent()) for text in legend.get_texts()]
+    for axes in figure.axes:
+        legend = axes.get_legend()
+        for text in [
+            axes._left_title,
+            axes.xaxis.label,
+            axes.yaxis.label,
+            *axes.texts,
+            *(legend.get_texts() if legend else ()),
+            *(label for axis in (axes.xaxis, axes.yaxis) for label in shown_labels(axis)),
+        ]:
+            if text.get_visible() and text.get_text():
+                found.append((text.get_text(), text.get_window_extent()))
+    return found
+
+
+def shown_labels(axis):
+    low, high = sorted(axis.get_view_interval())
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    return [tick.label1 for tick in ticks if low <= tick.get_loc() <= high]
+
+
+@pytest.mark.parametrize("num_servers", [1, 3, 12])
+@pytest.mark.parametrize("num_records", [1, 30])
+def test_nothing_in_a_picture_overlaps_or_is_cut(num_servers, num_records):
+    from delta_wire.report import plots
+
+    names = [f"rollout-host-{i}.cluster.example-4711" for i in range(num_servers)]
+    version = {"delta_bytes": 3_000_000, "full_bytes": 16_000_000_000, "floor_bytes": 2_900_000, "changed_frac": 0.002}
+    groups = {"norms": 1, "embeddings": 1, "output head": 1, "experts": 1, "attention": 1, "MLP": 1, "others": 1}
+    data = {
+        "versions": [
+            version | {"seq": i, "step": 100 * i, "groups": dict.fromkeys(groups, 0.001 * (1 + i % 7))}
+            for i in range(1, 41)
+        ],
+        "groups": groups,
+        "fleet": [
+            {
+                "unix_s": 60.0 * at,
+                "servers": [
+                    {
+                        "server": name,
+                        "seq": at,
+                        "lag_versions": (at + i) % 4,
+                        "latency_s": 0.3 * i,
+                        "pause_ms": 8.5 + i,
+                    }
+                    for i, name in enumerate(names)
+                ],
+            }
+            for at in range(num_records)
+        ],
+        "log": [{"step": step, "reward": 0.01 * step, "publish_s": 0.07} for step in range(1, 41)],
+    }
+    for name, draw in plots.PICTURES.items():
+        figure = draw(data)
+        assert figure is not None
+        texts = texts_of(figure)
+        if name in ("latency", "lag") and num_servers > 1:
+            # each server has its own place, in the legend or beside its bar
+            assert len({text for text, _ in texts if text.endswith("-4711")}) == num_servers
+        labels = [axes.get_xlabel() and axes.get_ylabel() and axes.get_title(loc="left") for axes in figure.axes]
+        assert all(labels), name
+        width, height = figure.get_size_inches() * figure.dpi
+        for i, (text, box) in enumerate(texts):
+            inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
+            assert inside, f"{name}: {text!r} is cut"
+            for other, other_box in texts[i + 1 :]:
+                overlap_x = min(box.x1, other_box.x1) - max(box.x0, other_box.x0)
+                overlap_y = min(box.y1, other_box.y1) - max(box.y0, other_box.y0)
+                assert overlap_x <= 1 or overlap_y <= 1, f"{name}: {text!r} and {other!r} overlap"
