@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def hub_error(error: Exception, url: str, bucket: str, key: str, action: str, ti
         return StoreUnavailableError(f"{where}the upload did not end in time ({TIMEOUT_VARIABLE} is {timeout_s:g})")
     if isinstance(error, TimeoutError) or "timed out" in str(error):
         return StoreUnavailableError(f"{where}no answer from the hub within {timeout_s:g} s ({TIMEOUT_VARIABLE})")
-    if isinstance(error, (httpx2.HTTPError, OSError, RuntimeError)):
+    if isinstance(error, (httpx2.HTTPError, HTTPException, OSError, RuntimeError)):
         return StoreUnavailableError(
             f"{where}the hub cannot be reached, or its answer was cut short; check the network"
         )
