@@ -47,7 +47,7 @@ class Driver:
 
     def _run(self) -> None:
         wake = self._coordinator.wake
-        unwatch = self._subscriber.watch(wake.set)
+        unwatch = self._subscriber.watch(self._coordinator.hint)
         try:
             while not self._stop.is_set():
                 wait_s = self._coordinator.step()
