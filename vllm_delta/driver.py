@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -51,8 +50,7 @@ class Driver:
         try:
             while not self._stop.is_set():
                 wait_s = self._coordinator.step()
-                # servers that were started together do not ask together
-                wake.wait(wait_s * random.uniform(0.9, 1.1))
+                wake.wait(wait_s)
                 wake.clear()
         except EngineStopped:
             pass
