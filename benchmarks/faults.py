@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -46,6 +47,8 @@ from fake_server import write_checkpoint
 
 _FORK = multiprocessing.get_context("fork")
 _MAX_OBJECT_BYTES = 1 << 24
+# of the second half of a soak over the first
+_MOST_GROWTH = 1.5
 
 
 class Child:
@@ -225,6 +228,41 @@ class Campaign:
             self._asked_s = now_s
             self.trainer.send("wait", 0.2)
 
+    # -- a long quiet run ---------------------------------------------------------------------------------------
+
+    def soak(self, versions: int) -> dict[str, Any]:
+        """Publish so many versions without a fault and watch what grows."""
+        self.settle()
+        samples: list[dict[str, int]] = []
+        while self.versions < versions:
+            self.trainer.send("train", 20)
+            self._await_recovery("soak")
+            self._check_journals()
+            if self.versions >= (len(samples) + 1) * versions // 20:
+                sizes = [info.size_bytes for info in self.store.list("")]
+                memory = [_resident_bytes(child.process.pid) for child in (self.trainer, *self.servers)]
+                samples.append(
+                    {
+                        "version": self.versions,
+                        "bucket_bytes": sum(sizes),
+                        "objects": len(sizes),
+                        "trainer_bytes": memory[0],
+                        "server_bytes": max(memory[1:]),
+                    }
+                )
+        # without faults every process lives from the first to the last version
+        half = len(samples) // 2
+        early, late = samples[1:half], samples[half:]
+        grown = {
+            name: max(sample[name] for sample in late) / max(sample[name] for sample in early)
+            for name in samples[0]
+            if name != "version"
+        }
+        if any(factor > _MOST_GROWTH for factor in grown.values()):
+            self.result.unrecovered += 1
+            self.result.note(f"something grows without a bound: {grown}")
+        return {"samples": samples, "growth": {name: round(factor, 3) for name, factor in grown.items()}}
+
     # -- the oracle ---------------------------------------------------------------------------------------------
 
     def _check_journals(self) -> None:
@@ -302,6 +340,10 @@ class Campaign:
         with suppress(DeltaError):
             return self.store.get(key, _MAX_OBJECT_BYTES)
         return None
+
+
+def _resident_bytes(pid: int | None) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _lines(path: Path) -> Any:
@@ -427,12 +469,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="faults to inject, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store", choices=["file", "s3", "hf"], default="file")
+    parser.add_argument("--soak", type=int, metavar="VERSIONS", help="publish so many versions without any fault")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--timeout-s", type=float, default=30.0, help="a round that takes longer has not recovered")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="delta-faults-"))
     began_s = time.monotonic()
+    soak: dict[str, Any] = {}
     try:
         preload(folder / "warm")
         write_checkpoint(folder / "base")
@@ -442,7 +486,11 @@ def main() -> None:
             place = Place(service.url, folder, poll_s=0.01 if args.store == "file" else 0.05, grace_s=grace_s)
             campaign = Campaign(place, service, args.seed, args.servers, args.timeout_s)
             try:
-                campaign.settle()
+                if args.soak:
+                    soak = campaign.soak(args.soak)
+                    args.count = 0
+                else:
+                    campaign.settle()
                 while campaign.result.faults < args.count:
                     campaign.round()
             finally:
@@ -468,6 +516,7 @@ def main() -> None:
             if recovery_s
         },
         "wall_s": round(time.monotonic() - began_s, 1),
+        **soak,
         "problems": result.problems,
     }
     print(json.dumps(report, indent=None if args.json else 2))

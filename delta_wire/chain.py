@@ -16,7 +16,7 @@ from typing import TypeVar
 from delta_wire import encodings
 from delta_wire.anchors import anchor_prefix
 from delta_wire.digest import Digest
-from delta_wire.errors import FormatError, ObjectNotFoundError
+from delta_wire.errors import FormatError, ObjectNotFoundError, UnsupportedFormatError
 from delta_wire.files import sha256_file, staging, temporary_beside
 from delta_wire.manifest import (
     MAX_MANIFEST_BYTES,
@@ -193,7 +193,7 @@ class BucketReader:
         source = self._source(manifest_key(manifest.version.seq))
         if manifest.delta is None:
             raise FormatError(f"{source}: version {manifest.version} has no delta, only an anchor")
-        encoding = encodings.get(manifest.delta.encoding)
+        encoding = self._encoding(manifest)
         table = self.table(manifest)
         num_objects = len(manifest.delta.objects)
         most = encoding.max_bytes(table, num_objects)
@@ -206,7 +206,7 @@ class BucketReader:
         for ref in manifest.delta.objects:
             temporary = temporary_beside(folder / "delta")
             try:
-                self._download(ref, temporary)
+                self._download(manifest, ref, temporary)
                 parts.append(encoding.decode(temporary, table, self._source(ref.key), old_bits))
             finally:
                 temporary.unlink(missing_ok=True)
@@ -220,7 +220,14 @@ class BucketReader:
 
     def needs_old_weights(self, manifest: Manifest) -> bool:
         """Whether the delta of a version can be read only with the whole weights of its parent at hand."""
-        return manifest.delta is not None and encodings.get(manifest.delta.encoding).needs_old_weights
+        return manifest.delta is not None and self._encoding(manifest).needs_old_weights
+
+    def _encoding(self, manifest: Manifest) -> encodings.Encoding:
+        assert manifest.delta is not None
+        try:
+            return encodings.get(manifest.delta.encoding)
+        except UnsupportedFormatError as error:
+            raise UnsupportedFormatError(f"{self._source(manifest_key(manifest.version.seq))}: {error}") from None
 
     def fetch_anchor(self, manifest: Manifest, folder: Path) -> Path:
         """Folder of the complete checkpoint of a version; what it holds is proven by its digest, not here.
@@ -249,15 +256,21 @@ class BucketReader:
             path = folder.joinpath(*ref.key.removeprefix(prefix).split("/"))
             with staging(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._download(ref, path)
+            self._download(manifest, ref, path)
         return folder
 
     def write_ack(self, ack: Ack) -> None:
         """Tell the bucket what a server serves."""
         self.store.put(ack.key, ack.to_bytes())
 
-    def _download(self, ref: ObjectRef, path: Path) -> None:
-        self.store.get_file(ref.key, path, ref.size_bytes)
+    def _download(self, manifest: Manifest, ref: ObjectRef, path: Path) -> None:
+        try:
+            self.store.get_file(ref.key, path, ref.size_bytes)
+        except ObjectNotFoundError as error:
+            raise ObjectNotFoundError(
+                f"{error} (version {manifest.version} needs it; it is not there yet, lost, or removed as too old, in "
+                "which case a newer anchor leads on)"
+            ) from None
         _require_same_bytes(self._source(ref.key), ref, path.stat().st_size, sha256_file(path))
 
     def _source(self, key: str) -> str:

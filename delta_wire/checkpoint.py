@@ -168,5 +168,6 @@ def resolve_reference(reference: str) -> Path:
         )
     except Exception as error:
         raise SetupError(
-            f"{reference}: cannot get this checkpoint from the hub or its local cache: {type(error).__name__}: {error}"
+            f"{reference}: cannot get this checkpoint from the hub or its local cache: {type(error).__name__}: "
+            + " ".join(str(error).split())
         ) from error

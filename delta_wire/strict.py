@@ -16,6 +16,8 @@ from delta_wire.errors import FormatError
 
 # the largest integer that every JSON reader holds exactly
 MAX_INT = (1 << 53) - 1
+# what can be done about an object that says something impossible
+_REMEDY = "the object is damaged or foreign: restore it, or use another bucket"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -48,7 +50,7 @@ def dump(value: dict[str, Any]) -> bytes:
 def take(value: dict[str, Any], key: str, source: str) -> Any:
     """A field that must be there."""
     if key not in value:
-        raise FormatError(f"{source}: the field {key!r} is missing")
+        raise FormatError(f"{source}: the field {key!r} is missing; {_REMEDY}")
     return value[key]
 
 
@@ -56,7 +58,7 @@ def take_int(value: dict[str, Any], key: str, source: str, low: int = 0, high: i
     """An integer in `[low, high]`; booleans and floats are none."""
     found = take(value, key, source)
     if type(found) is not int or not low <= found <= high:
-        raise FormatError(f"{source}: {key} must be an integer from {low} to {high}, found {found!r:.80}")
+        raise FormatError(f"{source}: {key} must be an integer from {low} to {high}, found {found!r:.80}; {_REMEDY}")
     return found
 
 
@@ -64,7 +66,7 @@ def take_float(value: dict[str, Any], key: str, source: str) -> float:
     """A finite number that is not negative."""
     found = take(value, key, source)
     if type(found) not in (int, float) or not math.isfinite(found) or found < 0 or found > MAX_INT:
-        raise FormatError(f"{source}: {key} must be a finite number, not negative, found {found!r:.80}")
+        raise FormatError(f"{source}: {key} must be a finite number, not negative, found {found!r:.80}; {_REMEDY}")
     return float(found)
 
 
@@ -72,7 +74,9 @@ def take_text(value: dict[str, Any], key: str, source: str, max_chars: int) -> s
     """A printable string of 1 to `max_chars` characters."""
     found = take(value, key, source)
     if not isinstance(found, str) or not 0 < len(found) <= max_chars or not found.isprintable():
-        raise FormatError(f"{source}: {key} must be 1 to {max_chars} printable characters, found {found!r:.80}")
+        raise FormatError(
+            f"{source}: {key} must be 1 to {max_chars} printable characters, found {found!r:.80}; {_REMEDY}"
+        )
     return found
 
 
@@ -80,7 +84,7 @@ def take_sha256(value: dict[str, Any], key: str, source: str) -> str:
     """64 lower-case hexadecimal digits."""
     found = take(value, key, source)
     if not isinstance(found, str) or not _SHA256.fullmatch(found):
-        raise FormatError(f"{source}: {key} must be 64 lower-case hexadecimal digits, found {found!r:.80}")
+        raise FormatError(f"{source}: {key} must be 64 lower-case hexadecimal digits, found {found!r:.80}; {_REMEDY}")
     return found
 
 
@@ -88,7 +92,7 @@ def take_object(value: dict[str, Any], key: str, source: str) -> dict[str, Any]:
     """A nested JSON object."""
     found = take(value, key, source)
     if not isinstance(found, dict):
-        raise FormatError(f"{source}: {key} must be an object, found {found!r:.80}")
+        raise FormatError(f"{source}: {key} must be an object, found {found!r:.80}; {_REMEDY}")
     return found
 
 

@@ -31,6 +31,7 @@ from vllm_delta.course import Course
 from vllm_delta.engine import Engine, EngineStopped
 from vllm_delta.layout import total
 from vllm_delta.live import Live
+from vllm_delta.polling import Polling
 from vllm_delta.ranks import Ranks
 from vllm_delta.settings import Settings
 from vllm_delta.status import Status
@@ -39,7 +40,6 @@ from vllm_delta.transaction import Outcome, Transaction
 from vllm_delta.verify import Verifications
 
 logger = logging.getLogger("vllm.vllm_delta.commit")
-_MAX_BACKOFF_S = 8.0
 
 
 class Coordinator:
@@ -83,7 +83,7 @@ class Coordinator:
         # manifest of a version that its deltas do not lead to
         self._wrong: str | None = None
         self._about = settings.bucket
-        self._failures = 0
+        self._polling = Polling(settings.poll_s)
         self._course = Course(subscriber, settings.bucket)
         self._reporter = Reporter(subscriber, settings, self.status)
 
@@ -93,7 +93,6 @@ class Coordinator:
         Returns:
             `float`: seconds until the next step is due.
         """
-        limited_s = 0.0
         try:
             self._attach()
             if self._unproven is not None:
@@ -103,20 +102,21 @@ class Coordinator:
             self._verify()
             self._follow()
             self._generate_again()
-            self._failures = 0
+            self._polling.succeeded()
             self._reporter.report()
         except EngineStopped:
             raise
         except BaseException as error:
             # whatever ends a step, an exit in a store's client included, must not end the following in silence
             self._fail(error)
-            if isinstance(error, RateLimitedError):
-                limited_s = error.retry_after_s
-        if self._unproven is not None and self._failures == 1:
-            return limited_s
-        return max(
-            limited_s, min(max(self._settings.poll_s, _MAX_BACKOFF_S), self._settings.poll_s * 2**self._failures)
-        )
+        if self._unproven is not None and self._polling.failures == 1:
+            return 0.0
+        return self._polling.pause_s()
+
+    def hint(self) -> None:
+        """The bucket may have changed; safe from any thread."""
+        self._polling.hint()
+        self.wake.set()
 
     def verify(self) -> Future[dict[str, Any]]:
         """Ask for the digest of all live weights; safe from any thread.
@@ -144,7 +144,7 @@ class Coordinator:
         if not isinstance(error, (DeltaError, OSError)) and reason != self.status.reason:
             logger.error("unexpected error while handling %s", self._about, exc_info=error)
         self.status.degraded(self._about, reason, error.rank if isinstance(error, DeltaError) else None)
-        self._failures = min(self._failures + 1, 16)
+        self._polling.failed(error)
         if self._live is None or self._unproven is not None:
             self._verifications.fail(error)
         # the bucket may have been replaced: open it anew next time
@@ -179,6 +179,13 @@ class Coordinator:
 
     def _follow(self) -> None:
         self._about = self._settings.bucket
+        if self._polling.forbidden_s:
+            # woken by something else
+            raise RateLimitedError(
+                f"{self._about}: was asked too often and says so; it is asked again in "
+                f"{self._polling.forbidden_s:.0f} s. Poll more slowly (DELTA_SYNC_POLL_S) or use fewer servers.",
+                self._polling.forbidden_s,
+            )
         try:
             target = self._subscriber.target()
         except Exception:
@@ -200,6 +207,10 @@ class Coordinator:
             self._base = self._position = self._course.locate(self._here, target)
             label = str(self._position.version)
             self._engine.between_steps(lambda: self._engine.set_label(label))
+        elif self._position.version.run != target.version.run:
+            # another run in this one's place is followed as at a start: if the loaded checkpoint is a version of it
+            self._base = self._course.locate(self._here, target)
+        self._polling.found(news=self._position.version != target.version)
         while self._course.leads_on(self._position, target):
             self._advance(self._position, target)
         self.status.serving(self._position.version, self._position.digest, self._course.remark)
@@ -313,7 +324,7 @@ class Coordinator:
         self._engine.between_steps(self._engine.pause)
         self._unproven = reason
         # recovery begins at once, whatever was tried before
-        self._failures = 0
+        self._polling.at_once()
         error = DigestMismatchError(reason)
         error.rank = rank
         raise error

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -47,12 +46,11 @@ class Driver:
 
     def _run(self) -> None:
         wake = self._coordinator.wake
-        unwatch = self._subscriber.watch(wake.set)
+        unwatch = self._subscriber.watch(self._coordinator.hint)
         try:
             while not self._stop.is_set():
                 wait_s = self._coordinator.step()
-                # servers that were started together do not ask together
-                wake.wait(wait_s * random.uniform(0.9, 1.1))
+                wake.wait(wait_s)
                 wake.clear()
         except EngineStopped:
             pass

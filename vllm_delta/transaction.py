@@ -70,8 +70,9 @@ class Transaction:
         change = total(self.layout.combine(lanes))
         if self.before + change != self.after:
             raise DigestMismatchError(
-                f"version {self.label}: its manifest announces digest {self.after}, the delta leads from "
-                f"{self.before} to {self.before + change}; the delta is not the one the trainer described"
+                f"version {self.label}: its manifest announces digest {self.after}, its files lead from "
+                f"{self.before} to {self.before + change}; they are not what the trainer described. Its "
+                "next anchor leads past them."
             )
         self._planned = lanes
 
