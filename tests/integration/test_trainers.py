@@ -25,7 +25,7 @@ from trl_delta.names import live_tensors
 pytestmark = pytest.mark.e2e
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "cpu"
-TIMEOUT_S = 600
+TIMEOUT_S = 300
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,9 @@ def test_dpo_with_an_adapter_publishes_merged_weights(folder: Path, tmp_path: Pa
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     environment = {"DELTA_SYNC_BUCKET": str(folder / "runs" / "bucket"), "DELTA_SYNC_POLL_S": "0.1"}
-    flags = ("--worker-extension-cls=vllm_delta.DeltaWorkerExtension", "--logprobs-mode=processed_logprobs")
+    flags = ["--worker-extension-cls=vllm_delta.DeltaWorkerExtension", "--logprobs-mode=processed_logprobs"]
+    # AsyncGRPO asks for the model by the name that the trainer loads it by
+    flags += ["--served-model-name", "model", "again"]
     (folder / "runs").mkdir(exist_ok=True)
     with serve(folder / "model", folder / "server.log", *flags, env=environment) as server:
         yield server
@@ -140,9 +142,7 @@ def test_async_grpo_goes_on_with_the_run(folder: Path, server: Server):
     bucket = folder / "runs" / "bucket"
     before = newest(bucket)
     checkout(BucketReader(open_store(bucket)), before, folder / "again")
-    said = train(
-        folder, "async_grpo", "--vllm_server_base_url", server.url, "--model_name_or_path", str(folder / "again")
-    )
+    said = train(folder, "async_grpo", "--vllm_server_base_url", server.url, "--model_name_or_path", "again")
     after = newest(bucket)
     assert (after.version.run, after.version.epoch) == (before.version.run, before.version.epoch + 1)
     assert after.step == 3
