@@ -14,7 +14,20 @@ import sys
 import click
 
 from delta_wire import __version__
-from delta_wire.commands import bench, checkout, completion, diff, doctor, gc, inspect, log, report, verify, watch
+from delta_wire.commands import (
+    bench,
+    checkout,
+    completion,
+    diff,
+    doctor,
+    gc,
+    inspect,
+    keygen,
+    log,
+    report,
+    verify,
+    watch,
+)
 from delta_wire.commands.common import EXIT_INTERRUPTED, EXIT_REFUSED, print_json, say
 from delta_wire.errors import DeltaError
 
@@ -26,8 +39,8 @@ PROGRAM = "delta-wire"
 def cli() -> None:
     """Look into buckets of weight updates, prove them, and turn any version into a checkpoint.
 
-    BUCKET is a folder, file:///folder or the address of an object store. VERSION is a number, run-epoch-number, or
-    "latest".
+    BUCKET is a folder, file:///folder or the address of an object store (hf://buckets/…, s3://…). VERSION is a number,
+    run-epoch-number, or "latest". With DELTA_SYNC_PUBLIC_KEY set nothing is believed that this key has not signed.
 
     \b
     Exit codes: 0 all is well · 1 refused, not found or not as announced
@@ -45,6 +58,7 @@ for _command in (
     doctor.doctor,
     report.report,
     gc.gc,
+    keygen.keygen,
     bench.bench,
     completion.completion,
 ):

@@ -75,6 +75,36 @@ BENCHMARKS = {
             ("loss_frac", "share lost"),
         ),
     ),
+    "memory": Benchmark(
+        "what following a bucket costs a server in memory, four minutes",
+        (),
+        (),
+        (
+            ("engine_following_mb", "engine core that follows a bucket, MB"),
+            ("engine_plain_mb", "engine core that does not, MB"),
+            ("worker_bytes_per_change", "at the peak of a commit, bytes in a worker per changed element"),
+        ),
+    ),
+    "overhead": Benchmark(
+        "what publishing costs a training step, five minutes",
+        (),
+        ("--pairs", "1", "--block-steps", "2"),
+        (
+            ("share", "share of a step spent in the training thread"),
+            ("step_s_without", "seconds of a step without it"),
+            ("step_s_with", "seconds of a step with it"),
+        ),
+    ),
+    "outage": Benchmark(
+        "training through ten minutes without its bucket, a quarter of an hour",
+        (),
+        ("--seconds", "20"),
+        (
+            ("steps_during_outage", "optimizer steps while the bucket was away"),
+            ("longest_s_of_the_training_thread", "longest time that it held a step up, seconds"),
+            ("most_pending_bytes", "bytes of gathered changes at most"),
+        ),
+    ),
     "faults": Benchmark(
         "trainer, servers and bucket under 1,000 faults, half an hour",
         ("--count", "1000"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from delta_wire.bucket import BucketReader
     from delta_wire.manifest import Manifest
 
+PUBLIC_KEY = "DELTA_SYNC_PUBLIC_KEY"
 EXIT_REFUSED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -40,11 +41,13 @@ base_option = click.option(
 
 
 def open_reader(address: str) -> BucketReader:
-    """A reader of the bucket at an address."""
+    """A reader of the bucket at an address; where [`PUBLIC_KEY`] is set it believes nothing that is not signed."""
     from delta_wire.bucket import BucketReader
+    from delta_wire.signing import Verifier
     from delta_wire.stores import open_store
 
-    return BucketReader(open_store(address))
+    keys = os.environ.get(PUBLIC_KEY, "").strip()
+    return BucketReader(open_store(address), Verifier(keys) if keys else None)
 
 
 def split(bucket: str) -> tuple[str, str | None]:

@@ -14,9 +14,10 @@ from pathlib import Path
 from delta_wire.bucket import BucketReader
 from delta_wire.checkpoint import Checkpoint, resolve_reference
 from delta_wire.doctor import Context, Finding, ok, problem, warning
-from delta_wire.errors import DeltaError, ObjectNotFoundError, SetupError, StoreError
+from delta_wire.errors import DeltaError, ObjectNotFoundError, SetupError, SignatureError, StoreError
 from delta_wire.fleet import from_bucket
 from delta_wire.manifest import Manifest
+from delta_wire.signing import Verifier
 from delta_wire.stores import Store, open_store
 
 # clocks of machines that use a time server differ by less
@@ -46,9 +47,10 @@ def bucket(context: Context) -> Iterator[Finding]:
         return
     try:
         store = open_store(address)
-        reader = BucketReader(store)
+        keys = context.env.get("DELTA_SYNC_PUBLIC_KEY", "").strip()
+        reader = BucketReader(store, Verifier(keys) if keys else None)
         latest = reader.latest()
-    except SetupError as error:
+    except (SetupError, SignatureError) as error:
         yield problem("bucket", str(error), "see the message")
         return
     except StoreError as error:

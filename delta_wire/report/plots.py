@@ -165,7 +165,7 @@ def _latency(data: dict[str, Any]) -> Figure | None:
             _bars(axes, {server: points[0][1] for server, points in values.items()})
             _finish(axes, title, unit, "server")
         else:
-            _lines(axes, values)
+            _lines(axes, values, marker="o", ms=3)
             _finish(axes, title, "version", unit)
             axes.set_ylim(bottom=0)
     if not as_bars:
@@ -173,9 +173,12 @@ def _latency(data: dict[str, Any]) -> Figure | None:
     return figure
 
 
-def _lines(axes: Axes, values: dict[str, list[tuple[int, float]]]) -> None:
+def _lines(axes: Axes, values: dict[str, list[tuple[float, float]]], **style: Any) -> None:
+    """One line a server; when the colours are used up the lines are broken."""
     for number, (server, points) in enumerate(values.items()):
-        axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[number % len(COLOURS)], ms=3, label=server)
+        row, column = divmod(number, len(COLOURS))
+        dashes = ("-", "--")[row % 2]
+        axes.plot(*zip(*points, strict=True), ls=dashes, color=COLOURS[column], label=server, **style)
 
 
 def _bars(axes: Axes, values: dict[str, float]) -> None:
@@ -211,9 +214,7 @@ def _lag(data: dict[str, Any]) -> Figure | None:
         return figure
     figure = new_figure(7.5, 3.3 + _legend_in(len(shown)))
     axes = figure.add_subplot()
-    for number, (server, points) in enumerate(shown.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        axes.plot(*zip(*points, strict=True), color=colour, lw=1.5, drawstyle="steps-post", label=server)
+    _lines(axes, shown, lw=1.5, drawstyle="steps-post")
     _finish(axes, "How far servers are behind", "seconds since the first record", "versions behind the newest")
     axes.set_ylim(bottom=0)
     _whole_numbers(axes.yaxis)
@@ -276,9 +277,9 @@ def _axis(data: dict[str, Any], versions: list[dict[str, Any]] | None = None) ->
     return [version["seq"] for version in shown], "version"
 
 
-def _by_server(data: dict[str, Any], field: str) -> dict[str, list[tuple[int, float]]]:
+def _by_server(data: dict[str, Any], field: str) -> dict[str, list[tuple[float, float]]]:
     """A field of every server by version, as first seen with it."""
-    found: dict[str, dict[int, float]] = {}
+    found: dict[str, dict[float, float]] = {}
     for record in data["fleet"]:
         for server in record["servers"]:
             if server["seq"] is not None and server.get(field) is not None:

@@ -22,6 +22,7 @@ SUCCESS = {
     "doctor": ["{bucket}"],
     "report": ["{bucket}", "--output", "{tmp}/report"],
     "gc": ["{bucket}", "--dry-run"],
+    "keygen": ["{tmp}/run.key"],
     "bench": ["extract", "--dir", "{scripts}"],
     "completion": ["bash"],
 }
@@ -35,6 +36,7 @@ REFUSED = {
     "doctor": ["{tmp}/nowhere"],
     "report": ["{tmp}/nowhere"],
     "gc": ["{tmp}/nowhere", "--yes"],
+    "keygen": ["{tmp}/nowhere/run.key"],
     "bench": ["payload", "--dir", "{scripts}"],
 }
 WRONG = {
@@ -47,6 +49,7 @@ WRONG = {
     "doctor": ["--serve", "'"],
     "report": ["{bucket}", "--limit", "0"],
     "gc": ["{bucket}"],
+    "keygen": [""],
     "bench": ["nothing"],
     "completion": ["tcsh"],
 }
@@ -68,6 +71,7 @@ SCHEMA = {
     "doctor": {"ok": bool, "findings": list},
     "report": {"page": str, "pictures": dict, "data": dict},
     "gc": {"bucket": str, "dry_run": bool, "newest": str, "oldest_kept": str, "delete": list, "kept_bytes": int},
+    "keygen": {"private_key_file": str, "public_key": str},
     "bench": {"results": dict, "failed": dict},
     "completion": {"shell": str, "script": str},
 }

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from delta_wire.checkpoint import Checkpoint
+from delta_wire.commands.bench import BENCHMARKS, _rows
 from delta_wire.commands.common import PATIENCE_S, Progress
 from delta_wire.manifest import Ack, manifest_key
 
@@ -361,6 +363,38 @@ def test_bench_runs_the_scripts_and_keeps_what_they_ran_on(command, tmp_path):
     assert text.code == 1 and "extract.py ended with exit code 2" in text.err
     assert "payload" in command("bench", "--list").out
     assert set(command("bench", "--list", "--json").json["benchmarks"]) >= {"payload", "pause"}
+
+
+def test_the_table_of_bench_reads_the_results_that_are_kept():
+    kept = {path.stem: path for path in (Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json")}
+    assert kept.keys() & BENCHMARKS.keys()
+    for name in kept.keys() & BENCHMARKS.keys():
+        rows = _rows(name, json.loads(kept[name].read_text()))
+        assert [row[2] for row in rows] == [what for _, what in BENCHMARKS[name].shown]
+
+
+def test_signed_runs_are_told_from_others(command, run, tmp_path, monkeypatch):
+    from delta_wire.bucket import BucketWriter
+    from delta_wire.signing import Signer
+    from delta_wire.stores.local import LocalStore
+
+    for name in ("mine", "other"):
+        public = command("keygen", tmp_path / f"{name}.key", "--json").json["public_key"]
+        (tmp_path / f"{name}.pub").write_text(public)
+    again = command("keygen", tmp_path / "mine.key", "--json")
+    assert again.code == 1 and "exists already" in again.json["error"]["message"]
+    store = LocalStore(tmp_path / "signed")
+    store.ensure()
+    signer = Signer(tmp_path / "mine.key")
+    BucketWriter.start(store, table=run.table, digest=run.base_digest, reference=str(run.base), signer=signer)
+    monkeypatch.setenv("DELTA_SYNC_PUBLIC_KEY", str(tmp_path / "mine.pub"))
+    assert command("verify", store.root).code == 0
+    # the run of the other fixture is not signed at all
+    unsigned = command("log", run.store.root, "--json")
+    assert unsigned.code == 1 and "the manifest is not signed" in unsigned.json["error"]["message"]
+    monkeypatch.setenv("DELTA_SYNC_PUBLIC_KEY", str(tmp_path / "other.pub"))
+    wrong = command("log", store.root, "--json")
+    assert wrong.code == 1 and wrong.json["error"]["type"] == "SignatureError"
 
 
 def test_a_folder_with_an_at_in_its_name(command, bucket, tmp_path):

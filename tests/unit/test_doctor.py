@@ -106,6 +106,10 @@ def plugin_left_out(healthy):
     healthy.env("VLLM_PLUGINS", "something_else")
 
 
+def key_of_somebody_else(healthy):
+    healthy.env("DELTA_SYNC_PUBLIC_KEY", "ab" * 32)
+
+
 def unknown_encoding(healthy):
     healthy.env("DELTA_SYNC_ENCODING", "zip")
 
@@ -145,6 +149,7 @@ PLANTED = [
     (stage_folder_missing, "server settings", "/nonexistent/stage", "see the message"),
     (full_stage_folder, "staging folder", "1 MB free", "free space"),
     (plugin_left_out, "vllm plugin", "VLLM_PLUGINS='something_else'", "add vllm_delta"),
+    (key_of_somebody_else, "bucket", "the manifest is not signed", "see the message"),
     (unknown_encoding, "encoding", "DELTA_SYNC_ENCODING='zip'", "packed"),
     (started_in_a_checkout, "working folder", "triton_kernels", "another folder"),
     (degraded_server, "server server-1", "q_proj was repacked", "mend"),
