@@ -151,7 +151,8 @@ class Campaign:
         self.store.list("")
         # what gets better by itself, and when
         self._repairs: list[tuple[float, Callable[[], None]]] = []
-        self._originals: dict[str, bytes] = {}
+        # what was put in an object's place: first content, last damage
+        self._damaged: dict[str, tuple[bytes, bytes | None]] = {}
         self.trainer = Child(lambda c, s: train(c, place, s), self.random)
         self.second: Child | None = None
         self.servers = [Child(lambda c, s, n=number: serve(c, place, s, n), self.random) for number in range(servers)]
@@ -183,16 +184,16 @@ class Campaign:
         began_s = time.monotonic()
         self._durable = ("", False, None, "")
         self._asked_s = 0.0
-        nudged_s = began_s
+        nudged_s, pause_s = began_s, 1.0
         while time.monotonic() - began_s < self.timeout_s:
             self._tend()
             version, durable, *_ = self._durable
             if durable and not self._repairs and all(s[:2] == ("serving", version) for s in self._states):
                 self.result.recovery_s.append(time.monotonic() - began_s)
                 return
-            if time.monotonic() - nudged_s > 1.0:
-                # training never stops for long
-                nudged_s = time.monotonic()
+            if time.monotonic() - nudged_s > pause_s:
+                # training goes on, but nobody can be up to date with one that is faster than the bucket
+                nudged_s, pause_s = time.monotonic(), 2 * pause_s
                 self.trainer.send("train", 1)
                 self._durable = ("", False, None, "")
             time.sleep(0.004)
@@ -320,7 +321,11 @@ class Campaign:
 
     def replace(self, key: str, before: bytes, after: bytes | None, for_good: bool) -> None:
         """Put something else in an object's place, for a while or until a later anchor leads past it."""
-        original = self._originals.setdefault(key, before)
+        original, damaged = self._damaged.get(key, (before, before))
+        if before != damaged:
+            # written anew since
+            original = before
+        self._damaged[key] = (original, after)
         with suppress(StoreError):
             if after is None:
                 self.store.delete([key])
@@ -331,7 +336,7 @@ class Campaign:
             # not over what a trainer has written since
             if self.read(key) == after:
                 self.store.put(key, original)
-                self._originals.pop(key, None)
+                self._damaged.pop(key, None)
 
         if not for_good:
             self.later(repair)

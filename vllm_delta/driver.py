@@ -10,12 +10,15 @@ from typing import Any
 
 from vllm_delta.commit import Coordinator
 from vllm_delta.engine import EngineStopped, VllmEngine
+from vllm_delta.polling import budget
 from vllm_delta.ranks import Ranks
 from vllm_delta.settings import Settings
 from vllm_delta.subscriber import Subscriber
 
 logger = logging.getLogger("vllm.vllm_delta.driver")
 _STOP_S = 5.0
+# between two versions, for the estimate of what following costs
+_TYPICAL_S = 10.0
 
 
 class Driver:
@@ -29,6 +32,7 @@ class Driver:
     def __init__(self, core: Any, settings: Settings):
         from vllm_delta.worker import checkpoint_folder
 
+        self._settings = settings
         self._engine = VllmEngine(core)
         self._subscriber = Subscriber(settings.bucket, settings.stage_dir, settings.verifier)
         self._coordinator = Coordinator(
@@ -42,6 +46,14 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="delta-driver", daemon=True)
 
     def start(self) -> None:
+        cost = budget(self._settings.poll_s, publish_s=_TYPICAL_S, acks=self._settings.ack)
+        logger.info(
+            "looking at %s every %g s: up to %s for this server, with a version every %g s",
+            self._settings.bucket,
+            self._settings.poll_s,
+            cost,
+            _TYPICAL_S,
+        )
         self._thread.start()
 
     def _run(self) -> None:

@@ -31,6 +31,14 @@ def test_hostile_objects_are_refused():
     assert len(report["by_kind"]) == 9
 
 
+def test_a_long_run_neither_fills_the_bucket_nor_the_memory():
+    report = run("faults.py", "--soak", "120", "--servers", "1", "--timeout-s", "120")
+    assert report["wrong_states"] == 0 and report["unrecovered"] == 0, report["problems"]
+    assert report["versions"] >= 120 and report["restarts"] == 0
+    # 120 deltas of this model take more than 100 kB
+    assert report["samples"][-1]["bucket_bytes"] < 100_000 and report["samples"][-1]["objects"] < 120
+
+
 @pytest.mark.parametrize("store", ["file", "s3", "hf"])
 def test_faults_leave_no_wrong_state_and_nobody_behind(store: str):
     report = run(
