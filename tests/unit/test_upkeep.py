@@ -81,10 +81,12 @@ def test_an_anchor_is_of_the_version_in_flight_while_training_goes_on(model, tmp
             for param in model.parameters():
                 param.mul_(1.01)
         session.step(step)
+        # the first makes the next one due; what follows may be folded together, and be read while it changes
+        assert step > 1 or session.publisher.wait(60)
     assert session.finish()
     reader = BucketReader(open_store(tmp_path / "bucket"))
     checks = list(verify(reader))
-    assert all(check.ok for check in checks) and sum("anchor" in check.checks for check in checks) >= 3
+    assert all(check.ok for check in checks) and sum("anchor" in check.checks for check in checks) >= 2
 
 
 def test_without_retention_or_anchors_everything_stays(model, tmp_path: Path):
