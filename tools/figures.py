@@ -87,7 +87,7 @@ def results() -> str:
             "serving",
         ),
     ]
-    overhead, faults, fuzz = read("overhead"), read("faults"), read("fuzz")
+    overhead, outage, faults, fuzz = read("overhead"), read("outage"), read("faults"), read("fuzz")
     if overhead:
         rows.append(
             (
@@ -95,6 +95,15 @@ def results() -> str:
                 f"**{overhead['share']:.1%}**",
                 f"a step takes {overhead['step_s_without']:.1f} s",
                 "overhead",
+            )
+        )
+    if outage:
+        rows.append(
+            (
+                f"training while the bucket is away for {outage['outage_s'] / 60:.0f} minutes",
+                f"**{outage['steps_during_outage']}** steps, every bit published afterwards",
+                f"longest hold-up {outage['longest_s_of_the_training_thread']:.2f} s",
+                "outage",
             )
         )
     if faults:
