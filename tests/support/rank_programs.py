@@ -37,9 +37,19 @@ from trl_delta import DeltaSyncCallback, DeltaSyncConfig, DeltaSyncSession
 from trl_delta.ranks import RankError
 
 WAIT_S = 240.0
-# one import of everything for all processes of all tests
+# one import for all processes of all tests, of what is installed: this folder is not on the path of that process
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["rank_programs", "delta_wire.kernels.cpu"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "accelerate",
+        "delta_wire.kernels.cpu",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "transformers.models.llama.modeling_llama",
+        "transformers.trainer",
+        "trl_delta.callback",
+    ]
+)
 
 
 def run_ranks(count: int, program: Callable[..., Any], *args: Any, died: tuple[int, ...] = ()) -> list[Any]:
@@ -120,7 +130,9 @@ def wrap(model: PreTrainedModel, kind: str, count: int) -> torch.nn.Module:
     """`fsdp2`, `hsdp` (shards of half of the processes, twice) or `ddp`."""
     if kind == "ddp":
         return DistributedDataParallel(model)
-    mesh = init_device_mesh("cpu", (2, count // 2) if kind == "hsdp" else (count,))
+    mesh = init_device_mesh("cpu", (count,))
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("replicas", "shards"))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
