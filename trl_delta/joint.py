@@ -72,6 +72,7 @@ def make_publisher(
     store: Store,
     table: TensorTable,
     head: Manifest,
+    next_seq: int,
     writer: BucketWriter | None,
     live: list[LiveTensor],
     detector: Detector,
@@ -88,6 +89,7 @@ def make_publisher(
         store ([`~delta_wire.stores.Store`]): the bucket.
         table ([`~delta_wire.state.TensorTable`]): the whole model.
         head ([`~delta_wire.manifest.Manifest`]): newest version, which the weights equal.
+        next_seq (`int`): number of the next.
         writer ([`~delta_wire.bucket.BucketWriter`], *optional*): on the first process.
         live (list of [`LiveTensor`]): what this process owns.
         detector ([`Detector`]): of the same.
@@ -100,5 +102,5 @@ def make_publisher(
         return Publisher(writer, step=step, encoding=encoding, mirror=mirror, anchors=anchors, snapshot=snapshot)
     shards = coding_shards(live, table, needs_all_rows=mirror is not None)
     starts = {name: entry.start for entry in live for name in entry.names}
-    parts = PartWriter(ranks.clone(), store, table, head, writer, shards)
+    parts = PartWriter(ranks.clone(), store, table, head, next_seq, writer, shards)
     return ShardedPublisher(ranks, parts, starts=starts, step=step, encoding=encoding, mirror=mirror)

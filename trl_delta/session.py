@@ -18,7 +18,7 @@ from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest
 from delta_wire.errors import SetupError
 from delta_wire.manifest import Manifest
-from delta_wire.state import TensorTable, num_changed
+from delta_wire.state import OldBits, TensorTable, num_changed
 from delta_wire.stores import Store
 from trl_delta.acks import AckWatcher
 from trl_delta.base import base_checkpoint, require_base, save_anchor
@@ -122,7 +122,7 @@ class DeltaSyncSession:
                 resumed.digest,
             )
         self._upkeep = Upkeep(self.bucket, self.config)
-        head, writer = self._open_run(store, live, model, processing_class, reference, base, digest, step, resumed)
+        head, next_seq, writer = self._open_run(store, live, model, processing_class, reference, base, digest, step, resumed)
         self._model = model
         self._last_step = self._extracted_step = step
         anchors = None
@@ -137,6 +137,7 @@ class DeltaSyncSession:
             store,
             self.table,
             head,
+            next_seq,
             writer,
             owned(live, ranks),
             self.detector,
@@ -315,8 +316,12 @@ class DeltaSyncSession:
         digest: Digest,
         step: int,
         resumed: Resumed | None,
-    ) -> tuple[Manifest, BucketWriter | None]:
-        """Begin or continue the run on the first process: its newest version, and on that process its writer."""
+    ) -> tuple[Manifest, int, BucketWriter | None]:
+        """Begin or continue the run on the first process.
+
+        Returns:
+            Its newest version, the number of the next, and on that process the writer.
+        """
         kept = () if base is None or self._naming is None else self._naming.kept
 
         def needs_bits() -> bool:
@@ -330,7 +335,7 @@ class DeltaSyncSession:
         bits = gather_bits(live, self._ranks) if needed else {}
         writers: list[BucketWriter] = []
 
-        def begin() -> str:
+        def begin() -> tuple[str, int]:
             def start(**kwargs: Any) -> None:
                 writers.append(
                     BucketWriter.start(
@@ -352,7 +357,7 @@ class DeltaSyncSession:
                     others = {} if base is None else dict.fromkeys(kept, base)
                     save_anchor(Path(folder), bits, others, unwrap(model), processing_class)
                     start(reference=None, anchor_dir=Path(folder))
-            return writers[0].head.to_bytes().decode()
+            return writers[0].head.to_bytes().decode(), writers[0].next_seq
 
-        head = Manifest.from_bytes(self._ranks.first_does(begin).encode(), store.url)
-        return head, writers[0] if writers else None
+        raw, next_seq = self._ranks.first_does(begin)
+        return Manifest.from_bytes(raw.encode(), store.url), next_seq, writers[0] if writers else None

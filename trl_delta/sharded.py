@@ -61,6 +61,7 @@ class PartWriter:
         store ([`~delta_wire.stores.Store`]): the bucket.
         table ([`~delta_wire.state.TensorTable`]): the whole model.
         head ([`~delta_wire.manifest.Manifest`]): newest version.
+        next_seq (`int`): number of the next; those of a trainer that died may lie in between.
         writer ([`~delta_wire.bucket.BucketWriter`], *optional*): on the first process.
         shards (`dict`): in whose rows the changes of a tensor are coded, by checkpoint name.
     """
@@ -71,6 +72,7 @@ class PartWriter:
         store: Store,
         table: TensorTable,
         head: Manifest,
+        next_seq: int,
         writer: BucketWriter | None,
         shards: dict[str, Shard],
     ):
@@ -79,6 +81,7 @@ class PartWriter:
         self._ranks = ranks
         self._table = table
         self._head = head
+        self._next_seq = next_seq
         self._writer = writer
         self._shards = shards
         self._number = 0
@@ -94,7 +97,7 @@ class PartWriter:
 
     @property
     def next_seq(self) -> int:
-        return self._head.version.seq + 1
+        return self._next_seq
 
     def publish(
         self,
@@ -143,6 +146,7 @@ class PartWriter:
             raise
         if outcome is not None:
             self._head = outcome
+            self._next_seq = outcome.version.seq + 1
         self._round = None
         size_bytes = outcome.delta.size_bytes if outcome is not None and outcome.delta else 0
         return Published(self._head, size_bytes, time.monotonic() - began_s)

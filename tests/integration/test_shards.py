@@ -6,14 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_programs import (
-    begin_without_a_checkpoint,
     carry_on,
-    load,
     lose_a_rank,
     make_model,
     run_ranks,
     train,
-    train_with_trainer,
 )
 
 from delta_wire.bucket import BucketReader
@@ -62,7 +59,6 @@ def assert_same_run(sharded: BucketReader, single: BucketReader, folder: Path) -
     [
         (2, "fsdp2", "context"),
         (4, "fsdp2", "packed"),
-        (4, "hsdp", "plain"),
         (2, "ddp", "packed"),
         (4, "ddp", "context"),
     ],
@@ -80,15 +76,6 @@ def test_the_union_of_all_parts_is_the_delta_of_one_process(
     checkout(sharded, latest, tmp_path / "out")
     # two bytes a parameter over all processes, nothing twice
     assert sum(result["held_bytes"] for result in results) == sharded.table(latest).full_bytes
-
-
-def test_a_real_trainer_under_fsdp2(base: Path, tmp_path: Path):
-    """transformers, accelerate and FSDP2 on gloo, configured as users do; nothing of the model is replicated."""
-    results = run_ranks(2, train_with_trainer, str(base), str(tmp_path), STEPS)
-    assert [result["versions"] for result in results] == [[1, 2, 3]] * 2
-    assert all(result["sharded_params"] == 20 for result in results)
-    assert assert_same_run(reader_of(tmp_path / "sharded"), reader_of(tmp_path / "single"), tmp_path) == [2] * STEPS
-    assert [entry["delta/version"] for entry in results[0]["logged"]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("lost", [0, 2])
@@ -109,14 +96,3 @@ def test_a_rank_that_dies_costs_a_version_and_hangs_nobody(base: Path, tmp_path:
     latest = reader_of(bucket).latest()
     assert latest is not None and (latest.version.epoch, latest.version.seq) == (2, 2)
     assert all(check.ok for check in verify(reader_of(bucket)))
-
-
-def test_weights_without_a_checkpoint_and_a_rank_that_cannot_start(base: Path, tmp_path: Path):
-    bucket = tmp_path / "bucket"
-    told = run_ranks(2, begin_without_a_checkpoint, str(base), str(bucket))
-    latest = reader_of(bucket).latest()
-    assert latest is not None and latest.version.seq == 0 and latest.anchor is not None and latest.anchor.objects
-    model = load(checkout(reader_of(bucket), latest, tmp_path / "out"))
-    assert sum(param.numel() for param in model.parameters()) == latest.num_params
-    assert all("RankError" in reason or "ModelMismatchError" in reason for reason in told)
-    assert not (tmp_path / "bucket-refused" / "LATEST").exists()

@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,15 +23,10 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
 )
 
-from delta_wire.errors import ModelMismatchError
 from delta_wire.stores.local import LocalStore
-from trl_delta import DeltaSyncCallback, DeltaSyncConfig, DeltaSyncSession
-from trl_delta.ranks import RankError
+from trl_delta import DeltaSyncConfig, DeltaSyncSession
 
 WAIT_S = 240.0
 # one import for all processes of all tests, of what is installed: this folder is not on the path of that process
@@ -187,62 +179,6 @@ def train(rank: int, count: int, base: str, bucket: str, kind: str, encoding: st
     }
 
 
-class Reference(TrainerCallback):
-    """After each step of a real trainer, one process publishes the gathered weights beside it."""
-
-    def __init__(self, base: Path, bucket: str, session: DeltaSyncSession):
-        self.single = load(base)
-        self.session = session
-        self.alone = DeltaSyncSession(bucket) if dist.get_rank() == 0 else None
-        self.sharded_params = 0
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if self.alone is not None:
-            self.alone.start(self.single)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.sharded_params = sum(isinstance(param, DTensor) for param in kwargs["model"].parameters())
-        for name, value in whole(kwargs["model"]):
-            self.single.get_parameter(name).data.copy_(value)
-        if self.alone is not None:
-            self.alone.step(state.global_step)
-            assert self.alone.publisher.wait(WAIT_S)
-        assert self.session.publisher.wait(WAIT_S)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if self.alone is not None:
-            assert self.alone.finish()
-
-
-def train_with_trainer(rank: int, count: int, base: str, folder: str, steps: int) -> dict[str, Any]:
-    """`transformers.Trainer` with FSDP2 by accelerate, as a user configures it, and the callback."""
-    args = TrainingArguments(
-        output_dir=f"{folder}/trainer",
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        learning_rate=1e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        fsdp=True,  # pyright: ignore[reportArgumentType]
-        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-    )
-    # accelerate takes FSDP for an affair of GPUs and would use DDP; all else here is its own code
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    callback = DeltaSyncCallback(f"{folder}/sharded")
-    reference = Reference(Path(base), f"{folder}/single", callback.session)
-    rows = [{"input_ids": ids, "labels": ids} for ids in next(batches(0, 1)).repeat(32, 1).tolist()]
-    trainer = Trainer(model=load(Path(base)), args=args, train_dataset=rows, callbacks=[callback, reference])
-    trainer.train()
-    return {
-        "sharded_params": reference.sharded_params,
-        "versions": [record.seq for record in callback.session.publisher.records],
-        "logged": [entry for entry in trainer.state.log_history if "delta/version" in entry],
-    }
-
-
 def _move(model: torch.nn.Module, step: int) -> None:
     """What a step of training does here: the same on every rank, without a collective."""
     with torch.no_grad():
@@ -289,17 +225,3 @@ def carry_on(rank: int, count: int, checkpoint: str, bucket: str, base: str) -> 
     session.step(1)
     assert session.finish()
     return session.publisher.durable_seq
-
-
-def begin_without_a_checkpoint(rank: int, count: int, base: str, bucket: str) -> str | None:
-    """Weights that no checkpoint has: the first version is gathered and uploaded. Every rank may fail alone."""
-    model = load(Path(base))
-    _move(model, 1)
-    session = DeltaSyncSession(bucket)
-    session.start(wrap(model, "fsdp2", count), world_size=count)
-    assert session.finish()
-    try:
-        DeltaSyncSession(f"{bucket}-refused").start(load(Path(base)) if rank else nn.Linear(2, 2), world_size=count)
-    except (ModelMismatchError, RankError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None

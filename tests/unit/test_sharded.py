@@ -42,6 +42,7 @@ class Rank:
             self.store,
             run.table,
             run.writer.head,
+            run.writer.next_seq,
             run.writer if rank == 0 else None,
             dict.fromkeys(run.table, self.shard),
         )
