@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest
 from delta_wire.errors import SetupError
 from delta_wire.shards import WHOLE
@@ -174,3 +175,36 @@ def test_rows_are_those_of_the_wire():
         local = sharded(4, "fsdp2")(torch.arange(35.0).reshape(7, 5)).to_local()  # type: ignore[attr-defined]
     start, stop = Rows(3, 4).rows(7)
     assert local[:, 0].tolist() == [5.0 * row for row in range(start, stop)]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("qwen3-moe", 2), ("qwen3-moe", 3), ("llama-tied", 3)])
+def test_real_models_under_fully_shard_hold_their_checkpoint_together(tiny_model, kind: str, count: int):
+    """Fused experts, tied weights and rows that no number of ranks divides, through the names of transformers."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    base = Checkpoint(tiny_model(kind))
+    found = {name: np.zeros(spec.num_elements, np.uint16) for name, spec in base.table().items()}
+    owners = {name: np.zeros(spec.num_elements, int) for name, spec in base.table().items()}
+    total = Digest()
+    for rank in range(count):
+        with playing(rank, count):
+            model = AutoModelForCausalLM.from_pretrained(base.folder, dtype=torch.float32)
+            mesh = mesh_of(count)
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            live = live_tensors(model, base.table())
+            base.table().require_same(table_of(live), "the checkpoint", "the model")
+            pieces = own_tensors(live, rank, count)
+            # whole rows or whole tensors, which every encoding can carry
+            coding_shards(pieces, base.table(), needs_all_rows=True)
+            detector = Detector(pieces)
+            total = total + detector.digest
+            for name, bits in detector.copy_bits(pieces).items():
+                start = next(piece.start for piece in pieces if name in piece.names)
+                found[name][start : start + bits.size] = bits
+                owners[name][start : start + bits.size] += 1
+    assert all((owned == 1).all() for owned in owners.values())
+    assert all(np.array_equal(bits, base.bits(name).reshape(-1)) for name, bits in found.items())
+    assert total == base.digest()
