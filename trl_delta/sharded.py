@@ -21,7 +21,7 @@ import numpy as np
 
 from delta_wire.bucket import BucketWriter, Published
 from delta_wire.digest import Digest
-from delta_wire.errors import StoreError
+from delta_wire.errors import DigestMismatchError, StoreError
 from delta_wire.manifest import AnchorPart, Manifest, VersionId, manifest_key
 from delta_wire.parts import Part, upload_part
 from delta_wire.refs import ObjectRef
@@ -50,7 +50,8 @@ class _Round:
     delta: Delta
     parts: list[Part] | None = None
     reported: bool = False
-    others: list[Part] | None = None
+    # on the first process: all parts, and the digest of all that the processes own
+    gathered: tuple[list[Part], Digest] | None = None
 
 
 class PartWriter:
@@ -113,7 +114,8 @@ class PartWriter:
 
         Args:
             delta (`Delta`): what this process changes, possibly nothing.
-            digest ([`~delta_wire.digest.Digest`]): of what this process owns; the version's comes from all parts.
+            digest ([`~delta_wire.digest.Digest`]): of what this process owns after the change. Those of all add up to
+                the version's, and so must what the parts change.
             step (`int`, *optional*): optimizer step.
             encoding (`str`): of the parts.
             old_bits (`Callable`, *optional*): bits of the tensors' rows that this process owns, before the change.
@@ -136,7 +138,8 @@ class PartWriter:
             if current.parts is None:
                 current.parts = self._upload(delta, encoding, old_bits)
             if not current.reported:
-                self._ranks.put(self._key(self._ranks.rank), {"parts": [_to_json(part) for part in current.parts]})
+                told = {"parts": [_to_json(part) for part in current.parts], "digest": str(digest)}
+                self._ranks.put(self._key(self._ranks.rank), told)
                 current.reported = True
             outcome = self._lead(current, step) if self._ranks.is_first else self._follow()
         except (StoreError, Abandoned):
@@ -169,10 +172,16 @@ class PartWriter:
         ]
 
     def _lead(self, current: _Round, step: int | None) -> Manifest | None:
-        assert self._writer is not None and current.parts is not None
-        if current.others is None:
-            current.others = [part for rank in range(1, self._ranks.count) for part in self._parts_of(rank)]
-        parts = [*current.parts, *current.others]
+        assert self._writer is not None
+        if current.gathered is None:
+            current.gathered = self._gather()
+        parts, expected = current.gathered
+        found = sum((part.change for part in parts), self.digest)
+        if found != expected:
+            raise DigestMismatchError(
+                f"{self.store.url}: version {self.next_seq} would have digest {found}, the processes hold weights "
+                f"with {expected}; their parts do not begin at version {self.version}"
+            )
         published = self._writer.commit(parts, step=step) if parts else None
         for rank in range(self._ranks.count):
             self._ranks.remove(self._key(rank))
@@ -182,11 +191,16 @@ class PartWriter:
         self._ranks.put(self._key("end"), {"manifest": manifest and manifest.to_bytes().decode()})
         return manifest
 
-    def _parts_of(self, rank: int) -> list[Part]:
-        told = self._wait_for(rank, f"its part of version {self.next_seq}")
-        if "error" in told:
-            raise RankError(told["error"])
-        return [_from_json(entry) for entry in told["parts"]]
+    def _gather(self) -> tuple[list[Part], Digest]:
+        parts: list[Part] = []
+        digest = Digest()
+        for rank in range(self._ranks.count):
+            told = self._wait_for(rank, f"its part of version {self.next_seq}")
+            if "error" in told:
+                raise RankError(told["error"])
+            parts += [_from_json(entry) for entry in told["parts"]]
+            digest = digest + Digest.parse(told["digest"])
+        return parts, digest
 
     def _follow(self) -> Manifest | None:
         told = self._wait_for("end", f"the manifest of version {self.next_seq}")

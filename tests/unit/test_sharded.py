@@ -13,6 +13,7 @@ import pytest
 from faulty_store import FaultyStore, Gate
 from torch.distributed import HashStore
 
+from delta_wire.digest import Digest, digest_tensor
 from delta_wire.errors import StoreError, WriterConflictError
 from delta_wire.replay import materialise, verify
 from delta_wire.shards import Shard
@@ -73,6 +74,11 @@ class Rank:
                 held[changed] = now[changed]
         return delta
 
+    def digest(self) -> Digest:
+        """Of what it owns."""
+        parts = (digest_tensor(name, held, self.spans[name][0]) for name, held in self.held.items())
+        return sum(parts, Digest())
+
     def step(self, step: int, *, last: bool = False) -> bool:
         """What a session does after a step; whether it published."""
         publisher = self.publisher
@@ -80,7 +86,7 @@ class Rank:
         if publisher.failure is not None:
             self.failures.append(str(publisher.failure))
         elif turn:
-            publisher.submit(self.extract(), digest=self.fleet.run.base_digest, step=step)
+            publisher.submit(self.extract(), digest=self.digest(), step=step)
         return turn and publisher.failure is None
 
 
@@ -250,6 +256,16 @@ def test_a_rank_that_fails_stops_all_after_the_same_step(make_fleet, failing: in
     # told once
     assert fleet.step() == [False] * 3
     assert [rank.failures[:1] for rank in fleet.ranks] == before
+
+
+def test_parts_of_another_state_are_never_committed(make_fleet):
+    """A rank whose changes are not what leads from the newest version to what it holds."""
+    fleet = make_fleet()
+    held = fleet.ranks[2].held["embed.weight"]
+    held[0] ^= 1
+    fleet.run.bits["embed.weight"].reshape(-1)[fleet.ranks[2].spans["embed.weight"][0]] ^= 1
+    assert all("their parts do not begin at version" in reason for reason in stopped(fleet))
+    assert fleet.run.reader().latest().version.seq == 0
 
 
 def test_another_writer_stops_all_ranks(make_fleet):
