@@ -57,16 +57,17 @@ def tensor_keys(name: str) -> tuple[int, int]:
     return int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
 
 
-def digest_tensor(name: str, bits: np.ndarray) -> Digest:
-    """Digest of a whole tensor.
+def digest_tensor(name: str, bits: np.ndarray, start: int = 0) -> Digest:
+    """Digest of a whole tensor, or of a contiguous part of one.
 
     Args:
         name (`str`): checkpoint name.
         bits (`np.ndarray`): 16-bit integers in checkpoint order, any shape.
+        start (`int`, *optional*, defaults to `0`): flat checkpoint index of the first.
     """
     from delta_wire import kernels
 
-    return Digest(*kernels.digest_dense(bits.reshape(-1), tensor_keys(name)))
+    return Digest(*kernels.digest_dense(bits.reshape(-1), tensor_keys(name), start))
 
 
 def digest_change(name: str, indices: np.ndarray, old: np.ndarray, new: np.ndarray) -> Digest:

@@ -9,12 +9,12 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from delta_wire.checkpoint import SINGLE_FILE, Checkpoint, resolve_reference
 from delta_wire.container import write_tensors
 from delta_wire.errors import FormatError, ModelMismatchError, SetupError
 from delta_wire.state import DTYPE, TensorTable
-from trl_delta.detector import live_bits
-from trl_delta.names import LiveTensor
 from trl_delta.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def require_base(base: TensorTable, found: TensorTable, reference: str | None) -
 
 def save_anchor(
     folder: Path,
-    live: list[LiveTensor],
+    bits: dict[str, np.ndarray],
     kept: dict[str, Checkpoint],
     model: torch.nn.Module,
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
@@ -67,10 +67,11 @@ def save_anchor(
     """Write what `from_pretrained` and `vllm serve` open: the weights in bf16 with config and tokenizer.
 
     Args:
+        bits (`dict`): of the model's tensors, uint16 in their shapes.
         kept (`dict`): checkpoint of each tensor that the model does not hold. The model is a part of that checkpoint
             then, and the configuration is that of the whole.
     """
-    tensors = {name: (DTYPE, bits.shape, bits) for name, bits in live_bits(live)}
+    tensors = {name: (DTYPE, array.shape, array) for name, array in bits.items()}
     tensors |= {name: (DTYPE, base.spec(name)[1], base.bits(name)) for name, base in kept.items()}
     write_tensors(folder / SINGLE_FILE, tensors, {"format": "pt"})
     save_files(folder, set(kept.values()), model, processing_class)

@@ -10,6 +10,7 @@ from delta_wire.errors import SetupError
 
 ON_FAILURE = ("warn", "stop")
 ENCODINGS = ("packed", "context", "plain")
+SNAPSHOTS = ("auto", "device", "host", "file")
 ENCODING_VARIABLE = "DELTA_SYNC_ENCODING"
 _MAX_WAIT_S = 1e8
 
@@ -33,6 +34,11 @@ class DeltaSyncConfig:
             Encoding of the deltas: `"packed"` is small and needs nothing else; `"context"` is half of that and keeps a
             second copy of the weights in host memory, 2 bytes per parameter, here and on each server's host; `"plain"`
             is what readers of published sparse safetensors expect, four times as large as `"packed"`.
+        delta_sync_snapshot (`str`, *optional*, defaults to `"auto"`):
+            Where the bits of the published weights are remembered, 2 bytes for each parameter that a process owns:
+            `"device"` beside the weights, `"host"` in (page-locked) host memory, `"file"` in a mapped file below
+            `TMPDIR`. `"auto"` takes the first of these that has room: a quarter of what is free on the device besides
+            gradients and optimizer state, half of what is free on the host.
         delta_sync_on_failure (`str`, *optional*, defaults to `"warn"`):
             What an error does that another try cannot mend (another writer, a foreign object): `"warn"` reports it
             once and trains on without publishing, `"stop"` raises it in the training loop. A bucket out of reach is
@@ -81,6 +87,14 @@ class DeltaSyncConfig:
             "help": "Encoding of the deltas: 'packed' (small), 'context' (half of that, takes 2 bytes of host memory "
             "per parameter on both sides) or 'plain' (sparse safetensors that other readers know).",
             "choices": list(ENCODINGS),
+        },
+    )
+    delta_sync_snapshot: str = field(
+        default=SNAPSHOTS[0],
+        metadata={
+            "help": "Where the published weights are remembered, 2 bytes per parameter: on the 'device', in 'host' "
+            "memory, in a 'file' below TMPDIR, or 'auto', the first of these with room.",
+            "choices": list(SNAPSHOTS),
         },
     )
     delta_sync_on_failure: str = field(
@@ -150,6 +164,10 @@ class DeltaSyncConfig:
             raise SetupError(
                 f"delta_sync_encoding (or {ENCODING_VARIABLE}): expected one of {', '.join(ENCODINGS)}, found "
                 f"{self.delta_sync_encoding!r}"
+            )
+        if self.delta_sync_snapshot not in SNAPSHOTS:
+            raise SetupError(
+                f"delta_sync_snapshot: expected one of {', '.join(SNAPSHOTS)}, found {self.delta_sync_snapshot!r}"
             )
         if self.delta_sync_on_failure not in ON_FAILURE:
             raise SetupError(

@@ -7,6 +7,7 @@ Letters: `N` elements of a tensor, `K` changed elements of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -15,12 +16,14 @@ import torch
 from delta_wire import kernels
 from delta_wire.digest import Digest, digest_tensor
 from delta_wire.errors import SetupError
-from delta_wire.state import Delta, TensorDelta, change_of_digest
+from delta_wire.state import Delta, TensorDelta, change_of_digest, index_dtype
 from trl_delta.names import LiveTensor
+from trl_delta.shards import whole_tensor
+from trl_delta.snapshot import Placement, Room, extract_staged
 
 
 class Detector:
-    """Holds the bits of the last extraction, 2 bytes per parameter on the parameter's own device, and their digest.
+    """Holds the bits of the last extraction, 2 bytes per parameter that this process owns, and their digest.
 
     The comparison is with the last extraction, not with the weights before a step: skipped steps, a sparse cadence and
     optimizers that move weights elsewhere than in `step()` lose nothing. Used by the training thread only.
@@ -29,18 +32,27 @@ class Detector:
         live (list of [`LiveTensor`]): the model's tensors.
         kept (`dict[str, np.ndarray]`, *optional*): bits of tensors that belong to the state and never change; they
             count for the digest only.
+        placement (`str`, *optional*, defaults to `"device"`): where the bits are held, see
+            [`~trl_delta.snapshot.choose`].
     """
 
-    def __init__(self, live: Iterable[LiveTensor], kept: Mapping[str, np.ndarray] | None = None):
+    def __init__(
+        self,
+        live: Iterable[LiveTensor],
+        kept: Mapping[str, np.ndarray] | None = None,
+        placement: Placement = "device",
+    ):
+        live = list(live)
+        room = Room(placement, sum(prod(entry.shape) for entry in live))
         self._snapshot: dict[str, torch.Tensor] = {}
         self.digest = Digest()
         for name, bits in (kept or {}).items():
             self.digest = self.digest + digest_tensor(name, bits)
         for entry in live:
-            bits = kernels.round_bits(_contiguous(entry.tensor)).reshape(-1)
+            bits = room.keep(kernels.round_bits(_contiguous(entry.tensor)).reshape(-1))
             self._snapshot[entry.name] = bits
             for name in entry.names:
-                self.digest = self.digest + digest_tensor(name, to_numpy(bits))
+                self.digest = self.digest + digest_tensor(name, to_numpy(bits), entry.start)
 
     @property
     def num_bytes(self) -> int:
@@ -69,11 +81,14 @@ class Detector:
         try:
             for batch in _batches(live):
                 tensors = [_contiguous(entry.tensor) for entry in batch]
-                found = kernels.extract_many(tensors, [self._held(entry) for entry in batch])
+                found = _find(tensors, [self._held(entry) for entry in batch])
                 for entry, changed in zip(batch, found, strict=True):
                     changes[entry.name] = changed
                     if changed[0].numel():
                         arrays = [to_numpy(part) for part in changed]
+                        if entry.start:
+                            reach = index_dtype(entry.start + prod(entry.shape))
+                            arrays[0] = arrays[0].astype(reach) + reach.type(entry.start)
                         for name in entry.names:
                             delta[name] = TensorDelta(name, arrays[0], new=arrays[2], old=arrays[1])
         except BaseException:
@@ -110,6 +125,14 @@ def _batches(live: Iterable[LiveTensor]) -> list[list[LiveTensor]]:
     return [*batches, *by_device.values()]
 
 
+def _find(
+    tensors: list[torch.Tensor], held: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    if tensors and tensors[0].device != held[0].device:
+        return [extract_staged(*pair) for pair in zip(tensors, held, strict=True)]
+    return kernels.extract_many(tensors, held)
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Host array of a tensor of indices, or of bits (int16), which become uint16; zero-copy on a CPU."""
     array = tensor.detach().cpu().numpy()
@@ -117,11 +140,19 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def live_bits(live: Iterable[LiveTensor]) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield each checkpoint name with its bf16 bits, uint16 in the tensor's shape, read from the weights just now."""
+    """Yield each checkpoint name with its bf16 bits, uint16 in the tensor's shape, read from the weights just now.
+
+    Of sharded weights all processes must read all, in the same order; see [`~trl_delta.joint.gather_bits`].
+    """
+    by_source: dict[int, list[LiveTensor]] = {}
     for entry in live:
-        bits = to_numpy(kernels.round_bits(_contiguous(entry.tensor)))
-        for name in entry.names:
-            yield name, bits
+        by_source.setdefault(id(entry.source), []).append(entry)
+    for entries in by_source.values():
+        source = whole_tensor(entries[0].source)
+        for entry in entries:
+            bits = to_numpy(kernels.round_bits(_contiguous(replace(entry, source=source).tensor)))
+            for name in entry.names:
+                yield name, bits
 
 
 def tensor_digests(live: Iterable[LiveTensor]) -> dict[str, Digest]:

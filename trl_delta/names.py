@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from delta_wire.errors import ModelMismatchError, SetupError
+from delta_wire.shards import Shard
 from delta_wire.state import TensorSpec, TensorTable
 from trl_delta.adapters import AdapterMap, Merge
 from trl_delta.conversions import Part, in_tower, saved_parts, tower_names
@@ -17,7 +18,7 @@ from trl_delta.wrappers import checkpoint_name, unwrap
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LiveTensor", "Naming", "checkpoint_name", "live_tensors", "refuse_unsupported", "table_of"]
+__all__ = ["LiveTensor", "Naming", "checkpoint_name", "live_tensors", "table_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,17 @@ class LiveTensor:
         source (`torch.Tensor`): the parameter or persistent buffer that holds it.
         part ([`~trl_delta.conversions.Part`], *optional*): where in the source it lies, if it is not all of it.
         merge ([`~trl_delta.adapters.Merge`], *optional*): adapters that belong into it and are not in the source.
+        start (`int`, *optional*, defaults to `0`): flat checkpoint index of its first element, where this is only what
+            one of several processes owns.
+        shard ([`~delta_wire.shards.Shard`], *optional*): rows that this process owns.
     """
 
     names: tuple[str, ...]
     source: torch.Tensor
     part: Part | None = None
     merge: Merge | None = None
+    start: int = 0
+    shard: Shard | None = None
 
     @property
     def name(self) -> str:
@@ -67,7 +73,7 @@ class Naming:
     """Which tensor of a model goes under which checkpoint name; found out once, at the start of a training.
 
     Args:
-        model (`torch.nn.Module`): the training model, prepared or not, on one process.
+        model (`torch.nn.Module`): the training model, prepared or not.
         base ([`~delta_wire.state.TensorTable`], *optional*): table of the checkpoint the model was loaded from. It
             decides under which name, or names, a tied tensor goes, and whether fused experts are stored one by one.
 
@@ -215,23 +221,15 @@ def table_of(live: Iterable[LiveTensor], kept: Iterable[TensorSpec] = ()) -> Ten
     return TensorTable([*specs, *kept])
 
 
-def refuse_unsupported(model: torch.nn.Module, world_size: int = 1) -> None:
-    """Raise [`SetupError`] for ways of training that a later release will read."""
-    if world_size > 1:
-        raise SetupError(
-            f"delta weight sync of {world_size} training processes is not supported yet in this release; train on one "
-            "process, or without delta sync"
-        )
-
-
 def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
     from delta_wire.kernels.reference import ROUNDABLE
 
     # DeepSpeed marks what it has partitioned; the tensor itself is an empty placeholder
     if hasattr(tensor, "ds_id"):
-        raise SetupError(f"parameter {name} is partitioned by DeepSpeed ZeRO-3, which is not supported yet")
-    if type(tensor).__name__ == "DTensor" or hasattr(tensor, "to_local"):
-        raise SetupError(f"parameter {name} is sharded (a DTensor, as under FSDP2), which is not supported yet")
+        raise SetupError(
+            f"parameter {name} is partitioned by DeepSpeed ZeRO-3, which delta sync cannot read; train with FSDP2 or "
+            "with ZeRO-2"
+        )
     if tensor.device.type == "meta":
         raise SetupError(f"parameter {name} has no data (device meta, as when offloaded), which is not supported yet")
     if tensor.dtype not in ROUNDABLE:

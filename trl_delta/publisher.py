@@ -15,7 +15,7 @@ from delta_wire.bucket import Published
 from delta_wire.digest import Digest
 from delta_wire.errors import RateLimitedError, StoreError
 from delta_wire.manifest import AnchorPart, VersionId
-from delta_wire.state import Delta, OldBits, compose, num_changed
+from delta_wire.state import Delta, OldBits, compose
 from delta_wire.stores import Store
 from trl_delta.anchors import AnchorMaker
 
@@ -161,6 +161,14 @@ class Publisher:
         with self._changed:
             return self._since_s.get(seq, self._since_s[self._start_seq])
 
+    def take_turn(self, step: int, due: bool) -> bool:
+        """Whether to extract and hand over the weights of this step, which are `due`. Called after every step."""
+        return due
+
+    def take_last_turn(self, timeout_s: float) -> bool:
+        """Whether to extract and hand over the last weights of the training."""
+        return True
+
     def submit(self, delta: Delta, *, digest: Digest, step: int) -> None:
         """Hand a delta over. Called by the training thread, which holds `extracting` if there are anchors.
 
@@ -240,13 +248,20 @@ class Publisher:
                 pause_s = min(2 * pause_s, longest_s)
             except Exception as error:
                 # kept for the training thread: an error that dies with this thread would look like a slow bucket
-                with self._changed:
-                    self.failure = error
-                    self._changed.notify_all()
+                self._fail(error)
                 return None
             else:
                 self._report_recovery(published)
                 return published
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self.failure = error
+            self._changed.notify_all()
+
+    def _advance_mirror(self, mirror: dict[str, np.ndarray], delta: Delta) -> None:
+        for name, part in delta.items():
+            mirror[name][part.indices] = part.new
 
     def _make_anchor(self, item: _Item) -> AnchorPart | None:
         if self._anchors is None or not self._anchors.due:
@@ -269,19 +284,18 @@ class Publisher:
         if self._anchors is not None:
             self._anchors.published(published.manifest)
         if self._mirror is not None:
-            for name, part in item.delta.items():
-                self._mirror[name][part.indices] = part.new
+            self._advance_mirror(self._mirror, item.delta)
         record = Record(
             seq=seq,
             step=item.step,
-            digest=item.digest,
+            digest=published.manifest.digest,
             delta_bytes=published.delta_bytes,
-            num_changed=num_changed(item.delta),
+            num_changed=published.manifest.changed_params,
             publish_s=time.monotonic() - item.submitted_s,
         )
         with self._changed:
             self._durable_seq = seq
-            self._digests[seq] = item.digest
+            self._digests[seq] = published.manifest.digest
             self._contains[seq] = item.step
             self._since_s[seq] = time.monotonic()
             self.records.append(record)

@@ -8,23 +8,30 @@ import tempfile
 import time
 from dataclasses import asdict
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from delta_wire import encodings, kernels
+from delta_wire import kernels
 from delta_wire.bucket import BucketReader, BucketWriter
 from delta_wire.checkpoint import Checkpoint
+from delta_wire.digest import Digest
 from delta_wire.errors import SetupError
-from delta_wire.state import OldBits, num_changed
-from delta_wire.stores import Store, open_store
+from delta_wire.manifest import Manifest
+from delta_wire.state import OldBits, TensorTable, num_changed
+from delta_wire.stores import Store
 from trl_delta.acks import AckWatcher
 from trl_delta.base import base_checkpoint, require_base, save_anchor
 from trl_delta.config import DeltaSyncConfig
 from trl_delta.detector import Detector
-from trl_delta.names import LiveTensor, Naming, refuse_unsupported, table_of
+from trl_delta.joint import agreed_digest, gather_bits, make_publisher, open_everywhere, owned
+from trl_delta.names import LiveTensor, Naming, table_of
 from trl_delta.pace import Pace
 from trl_delta.publisher import Publisher
+from trl_delta.ranks import Ranks
 from trl_delta.resume import Resumed
+from trl_delta.shards import refuse_wrappers
+from trl_delta.snapshot import choose, training_bytes
 from trl_delta.upkeep import Upkeep
 from trl_delta.wrappers import unwrap
 
@@ -43,6 +50,14 @@ class DeltaSyncSession:
         config ([`DeltaSyncConfig`], *optional*): settings.
     """
 
+    # from the start on
+    table: TensorTable
+    detector: Detector
+    publisher: Publisher
+    watcher: AckWatcher
+    pace: Pace
+    _ranks: Ranks
+
     def __init__(self, bucket: str, config: DeltaSyncConfig | None = None):
         self.bucket = bucket
         self.config = config or DeltaSyncConfig()
@@ -52,6 +67,7 @@ class DeltaSyncSession:
         self._failure_reported = False
         self._last_step = 0
         self._extracted_step = 0
+        self._owned_params = 0
         self._extract_s = 0.0
         self._changed_frac = 0.0
 
@@ -81,46 +97,58 @@ class DeltaSyncSession:
         is the next version then, whether the checkpoint is older than the bucket or newer.
 
         Args:
-            model (`torch.nn.Module`): the training model, on one process.
+            model (`torch.nn.Module`): the training model; on several processes replicated, or sharded by FSDP2.
             processing_class (*optional*): tokenizer or processor; goes into a checkpoint that is uploaded.
             step (`int`, *optional*, defaults to `0`): optimizer step of the weights.
-            world_size (`int`, *optional*, defaults to `1`): training processes; more than one is refused.
+            world_size (`int`, *optional*, defaults to `1`): training processes, which all call this, and the other
+                methods after the same steps. Each publishes what it owns; see [`~trl_delta.sharded.PartWriter`].
             resumed ([`Resumed`], *optional*): what the trainer's checkpoint says, if training resumes from one.
         """
         if self.started:
             raise SetupError(f"{self.bucket}: this session has started already; use a new callback for a second run")
-        refuse_unsupported(model, world_size)
-        kernels.warm_up()
-        store = open_store(self.bucket, create=True)
+        self._ranks = ranks = Ranks.join(world_size)
+        store = open_everywhere(self.bucket, ranks)
         reference, base = base_checkpoint(model)
-        base_table = None if base is None else base.table()
-        self._naming = Naming(model, base_table)
-        live = self._naming.live(model)
-        self.table = table_of(live, [] if base_table is None else [base_table[name] for name in self._naming.kept])
-        if base_table is not None:
-            require_base(base_table, self.table, reference)
-        kept = {} if base is None else {name: base.bits(name) for name in self._naming.kept}
-        self.detector = Detector(live, kept)
+        ranks.all_do(lambda: self._take_in(model, reference, base))
+        live = self._live_of(model)
+        digest = agreed_digest(ranks, self.table, self.detector.digest)
+        if resumed is not None and resumed.digest not in ("", str(digest)):
+            logger.warning(
+                "delta sync: the weights of step %d have digest %s, those that the checkpoint was saved with had %s; "
+                "they were saved in another precision, or something has changed them since (an adapter that was "
+                "merged twice?). What is published is what they are now.",
+                step,
+                digest,
+                resumed.digest,
+            )
         self._upkeep = Upkeep(self.bucket, self.config)
-        writer = self._open_run(store, live, model, processing_class, reference, base, step, resumed)
+        head, next_seq, writer = self._open_run(store, live, model, processing_class, reference, base, digest, step, resumed)
         self._model = model
         self._last_step = self._extracted_step = step
-        encoding = self.config.delta_sync_encoding
-        mirror = self.detector.copy_bits(live) if encodings.get(encoding).needs_old_weights else None
-        files = self._upkeep.save_files(
-            unwrap(model), processing_class, {base} if base and self._naming.kept else set()
-        )
-        self.publisher = Publisher(
+        anchors = None
+        if writer is not None:
+            if ranks.count == 1:
+                others = {base} if base and self._naming and self._naming.kept else set()
+                files = self._upkeep.save_files(unwrap(model), processing_class, others)
+                anchors = self._upkeep.anchors(writer, files)
+            self._upkeep.keep(writer)
+        self.publisher = make_publisher(
+            ranks,
+            store,
+            self.table,
+            head,
+            next_seq,
             writer,
+            owned(live, ranks),
+            self.detector,
             step=step,
-            encoding=encoding,
-            mirror=mirror,
-            anchors=self._upkeep.anchors(writer, files),
+            encoding=self.config.delta_sync_encoding,
+            anchors=anchors,
             snapshot=self._bits_of(live, base),
         )
-        self._upkeep.keep(writer)
         self.watcher = AckWatcher(
-            writer.acks,
+            # one process asks the bucket; the others never learn what is served
+            list if writer is None else writer.acks,
             self.publisher,
             expected_servers=self.config.delta_sync_expected_servers,
             server_timeout_s=self.config.delta_sync_server_timeout_s,
@@ -128,13 +156,14 @@ class DeltaSyncSession:
             watch=partial(store.watch, "acks/"),
         )
         self.pace = Pace(self.bucket, self.config, self.publisher, self.watcher)
-        logger.info("delta sync: version %s is in %s", writer.version, store.url)
+        if ranks.is_first:
+            logger.info("delta sync: version %s is in %s", head.version, store.url)
 
     def live(self) -> list[LiveTensor]:
         """The model's tensors as they are now, under their checkpoint names."""
         if self._model is None or self._naming is None:
             raise SetupError(f"{self.bucket}: the session has not started")
-        return self._naming.live(self._model)
+        return self._live_of(self._model)
 
     def step(self, step: int) -> None:
         """Weights have changed: extract and hand over, if it is their turn.
@@ -142,9 +171,10 @@ class DeltaSyncSession:
         Waits for servers only where `delta_sync_max_lag_versions` says so.
         """
         self._last_step = step
-        if step % self.config.delta_sync_steps == 0:
+        if self.publisher.take_turn(step, due=step % self.config.delta_sync_steps == 0):
             self._extract()
-            if self.config.delta_sync_max_lag_versions is not None:
+            # the other processes wait for the first one in the collectives of the next step
+            if self.config.delta_sync_max_lag_versions is not None and self._ranks.is_first:
                 self.pace.wait(self.config.delta_sync_max_lag_versions)
 
     def sync(self) -> bool:
@@ -153,6 +183,8 @@ class DeltaSyncSession:
         Returns:
             `bool`: whether the servers are as near as `delta_sync_max_lag_versions` (else `0`) demands.
         """
+        if self._ranks.count > 1:
+            raise SetupError(f"{self.bucket}: servers can be waited for at any step on one training process only")
         if self._extracted_step != self._last_step:
             self._extract()
         return self.pace.wait(self.config.delta_sync_max_lag_versions or 0)
@@ -166,7 +198,8 @@ class DeltaSyncSession:
         if not self.started or self._closed:
             return False
         try:
-            self._extract()
+            if self.publisher.take_last_turn(self.config.delta_sync_close_timeout_s):
+                self._extract()
             durable = self.publisher.wait(self.config.delta_sync_close_timeout_s)
             if self.publisher.failure is not None:
                 self._report_failure(self.publisher.failure)
@@ -195,7 +228,9 @@ class DeltaSyncSession:
     def resume_state(self) -> dict[str, Any]:
         """What a trainer's checkpoint of these weights must hold, see [`Resumed`]."""
         version = self.publisher.writer.version
-        return asdict(Resumed(version.run, self.publisher.durable_seq, str(self.detector.digest), self._last_step))
+        # of several processes each knows the digest of what it owns
+        digest = str(self.detector.digest) if self._ranks.count == 1 else ""
+        return asdict(Resumed(version.run, self.publisher.durable_seq, digest, self._last_step))
 
     def metrics(self) -> dict[str, float]:
         """What the trainer logs; bytes and ratio are those of the newest durable version."""
@@ -223,9 +258,9 @@ class DeltaSyncSession:
             return
         began_s = time.monotonic()
         with self.publisher.extracting:
-            delta = self.detector.extract(self.live())
+            delta = self.detector.extract(owned(self.live(), self._ranks))
             self._extract_s = time.monotonic() - began_s
-            self._changed_frac = num_changed(delta) / max(1, self.table.num_params)
+            self._changed_frac = num_changed(delta) / max(1, self._owned_params)
             self.publisher.submit(delta, digest=self.detector.digest, step=self._last_step)
 
     def _report_failure(self, failure: Exception) -> None:
@@ -246,6 +281,30 @@ class DeltaSyncSession:
         entries = {name: entry for entry in live for name in entry.names}
         return lambda name: base.bits(name) if base is not None and name in kept else self.detector.bits(entries[name])
 
+    def _live_of(self, model: torch.nn.Module) -> list[LiveTensor]:
+        assert self._naming is not None
+        return self._naming.live(model)
+
+    def _take_in(self, model: torch.nn.Module, reference: str | None, base: Checkpoint | None) -> None:
+        """Find out what the model holds and remember its bits."""
+        refuse_wrappers(model)
+        kernels.warm_up()
+        base_table = None if base is None else base.table()
+        self._naming = Naming(model, base_table)
+        live = self._naming.live(model)
+        kept = () if base is None else self._naming.kept
+        self.table = table_of(live, [] if base_table is None else [base_table[name] for name in kept])
+        if base_table is not None:
+            require_base(base_table, self.table, reference)
+        own = owned(live, self._ranks)
+        # what nobody trains is counted once
+        bits = {name: base.bits(name) for name in kept} if base is not None and self._ranks.is_first else {}
+        self._owned_params = sum(prod(entry.shape) * len(entry.names) for entry in own) + sum(
+            array.size for array in bits.values()
+        )
+        placement = choose(self.config.delta_sync_snapshot, own, to_come_bytes=training_bytes(live))
+        self.detector = Detector(own, bits, placement)
+
     def _open_run(
         self,
         store: Store,
@@ -254,43 +313,51 @@ class DeltaSyncSession:
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
         reference: str | None,
         base: Checkpoint | None,
+        digest: Digest,
         step: int,
         resumed: Resumed | None,
-    ) -> BucketWriter:
-        digest, signer = self.detector.digest, self._upkeep.signer
-        if resumed is not None and resumed.digest != str(digest):
-            logger.warning(
-                "delta sync: the weights of step %d have digest %s, those that the checkpoint was saved with had %s; "
-                "they were saved in another precision, or something has changed them since (an adapter that was "
-                "merged twice?). What is published is what they are now.",
-                step,
-                digest,
-                resumed.digest,
-            )
-        head = BucketReader(store).latest()
-        if head is not None:
-            bits = None
-            if resumed is not None and resumed.run == head.version.run:
-                bits = self._bits_of(live, base)
-            return BucketWriter.start(
-                store, table=self.table, digest=digest, reference=reference, step=step, bits=bits, signer=signer
-            )
-        if base is not None and base.digest() == digest:
-            return BucketWriter.start(
-                store, table=self.table, digest=digest, reference=reference, step=step, signer=signer
-            )
-        logger.info(
-            "delta sync: the weights are not those of %s; uploading a checkpoint", reference or "a known checkpoint"
-        )
-        with tempfile.TemporaryDirectory(prefix="delta-anchor-") as folder:
-            kept = {} if base is None or self._naming is None else dict.fromkeys(self._naming.kept, base)
-            save_anchor(Path(folder), live, kept, unwrap(model), processing_class)
-            return BucketWriter.start(
-                store,
-                table=self.table,
-                digest=digest,
-                reference=None,
-                anchor_dir=Path(folder),
-                step=step,
-                signer=signer,
-            )
+    ) -> tuple[Manifest, int, BucketWriter | None]:
+        """Begin or continue the run on the first process.
+
+        Returns:
+            Its newest version, the number of the next, and on that process the writer.
+        """
+        kept = () if base is None or self._naming is None else self._naming.kept
+
+        def needs_bits() -> bool:
+            head = BucketReader(store).latest()
+            if head is None:
+                return base is None or base.digest() != digest
+            return resumed is not None and resumed.run == head.version.run and head.digest != digest
+
+        needed = self._ranks.first_does(needs_bits)
+        # once, and the only time that sharded weights come together
+        bits = gather_bits(live, self._ranks) if needed else {}
+        writers: list[BucketWriter] = []
+
+        def begin() -> tuple[str, int]:
+            def start(**kwargs: Any) -> None:
+                writers.append(
+                    BucketWriter.start(
+                        store, table=self.table, digest=digest, step=step, signer=self._upkeep.signer, **kwargs
+                    )
+                )
+
+            if not needed:
+                start(reference=reference)
+            elif BucketReader(store).latest() is not None:
+                whole = bits | {name: base.bits(name) for name in kept if base is not None}
+                start(reference=reference, bits=whole.__getitem__)
+            else:
+                logger.info(
+                    "delta sync: the weights are not those of %s; uploading a checkpoint",
+                    reference or "a known checkpoint",
+                )
+                with tempfile.TemporaryDirectory(prefix="delta-anchor-") as folder:
+                    others = {} if base is None else dict.fromkeys(kept, base)
+                    save_anchor(Path(folder), bits, others, unwrap(model), processing_class)
+                    start(reference=None, anchor_dir=Path(folder))
+            return writers[0].head.to_bytes().decode(), writers[0].next_seq
+
+        raw, next_seq = self._ranks.first_does(begin)
+        return Manifest.from_bytes(raw.encode(), store.url), next_seq, writers[0] if writers else None

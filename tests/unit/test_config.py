@@ -26,6 +26,7 @@ def test_every_field_has_help_a_prefix_and_a_line_in_the_docstring():
     [
         ("delta_sync_on_failure", "ignore"),
         ("delta_sync_encoding", "zip"),
+        ("delta_sync_snapshot", "gpu"),
         ("delta_sync_steps", 0),
         ("delta_sync_expected_servers", 0),
         ("delta_sync_close_timeout_s", -1.0),

@@ -7,7 +7,7 @@ from torch import nn
 
 from delta_wire.errors import ModelMismatchError, SetupError
 from delta_wire.state import TensorSpec, TensorTable
-from trl_delta.names import checkpoint_name, live_tensors, refuse_unsupported, table_of
+from trl_delta.names import checkpoint_name, live_tensors, table_of
 
 
 class Tied(nn.Module):
@@ -106,25 +106,6 @@ def test_zero_3_placeholders_are_refused():
     model.weight.ds_id = 0  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(SetupError, match=r"weight is partitioned by DeepSpeed"):
         live_tensors(model)
-
-
-def test_sharded_parameters_are_refused(tmp_path):
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_module
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
-    try:
-        model = distribute_module(nn.Linear(2, 2, bias=False), init_device_mesh("cpu", (1,)))
-        with pytest.raises(SetupError, match=r"weight is sharded"):
-            live_tensors(model)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_several_processes_are_refused_in_one_sentence():
-    with pytest.raises(SetupError, match=r"of 2 training processes is not supported yet"):
-        refuse_unsupported(nn.Linear(2, 2), world_size=2)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied", "llama-tied"])

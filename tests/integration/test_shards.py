@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on several processes: the union of what they publish is what one process would, bit for bit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rank_programs import (
+    carry_on,
+    lose_a_rank,
+    make_model,
+    run_ranks,
+    train,
+)
+
+from delta_wire.bucket import BucketReader
+from delta_wire.replay import checkout, materialise, verify
+from delta_wire.state import resolve
+from delta_wire.stores import open_store
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def reader_of(bucket: Path) -> BucketReader:
+    return BucketReader(open_store(str(bucket)))
+
+
+def assert_same_run(sharded: BucketReader, single: BucketReader, folder: Path) -> list[int]:
+    """Every version of both has the same delta, element by element; returns the number of objects of each."""
+    objects = []
+    latest = sharded.latest()
+    assert latest is not None
+    for manifest in reversed(list(sharded.walk(latest))):
+        other = single.manifest(manifest.version.seq)
+        assert (manifest.digest, manifest.step) == (other.digest, other.step)
+        assert manifest.changed_params == other.changed_params
+        if manifest.delta is None:
+            continue
+        objects.append(len(manifest.delta.objects))
+        assert manifest.parent is not None
+        with materialise(single, single.manifest(manifest.parent.seq)) as state:
+            found = sharded.fetch_delta(manifest, folder, state.bits)
+            expected = single.fetch_delta(other, folder, state.bits)
+            assert found.keys() == expected.keys()
+            for name, part in expected.items():
+                old = state.bits(name).reshape(-1)[part.indices]
+                assert np.array_equal(found[name].indices, part.indices), name
+                assert np.array_equal(resolve(found[name], old).new, resolve(part, old).new), name
+    return objects
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "encoding"),
+    [
+        (2, "fsdp2", "context"),
+        (4, "fsdp2", "packed"),
+        (2, "ddp", "packed"),
+        (4, "ddp", "context"),
+    ],
+)
+def test_the_union_of_all_parts_is_the_delta_of_one_process(
+    base: Path, tmp_path: Path, count: int, kind: str, encoding: str
+):
+    results = run_ranks(count, train, str(base), str(tmp_path), kind, encoding, STEPS)
+    assert [result["versions"] for result in results] == [[1, 2, 3]] * count
+    assert all(result["finished"] for result in results)
+    sharded = reader_of(tmp_path / "sharded")
+    assert assert_same_run(sharded, reader_of(tmp_path / "single"), tmp_path) == [count] * STEPS
+    latest = sharded.latest()
+    assert latest is not None and all(check.ok for check in verify(sharded))
+    checkout(sharded, latest, tmp_path / "out")
+    # two bytes a parameter over all processes, nothing twice
+    assert sum(result["held_bytes"] for result in results) == sharded.table(latest).full_bytes
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_rank_that_dies_costs_a_version_and_hangs_nobody(base: Path, tmp_path: Path, lost: int):
+    bucket = tmp_path / "bucket"
+    results = run_ranks(3, lose_a_rank, str(base), str(bucket), lost, died=(lost,))
+    survivors = [result for rank, result in enumerate(results) if rank != lost]
+    assert results[lost] is None and len(survivors) == 2
+    for result in survivors:
+        # two seconds are the bound for the bucket, five for the others to take their leave
+        assert not result["finished"] and result["finish_s"] < 60 and result["step_s"] < 60
+    reader = reader_of(bucket)
+    latest = reader.latest()
+    assert latest is not None and latest.version.seq == 1
+    # started again, the next version has it all
+    checkpoint = checkout(reader, latest, tmp_path / "checkpoint")
+    run_ranks(2, carry_on, str(checkpoint), str(bucket), str(base))
+    latest = reader_of(bucket).latest()
+    assert latest is not None and (latest.version.epoch, latest.version.seq) == (2, 2)
+    assert all(check.ok for check in verify(reader_of(bucket)))

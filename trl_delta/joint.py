@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a session does together with those of the other training processes when it starts. All call these alike."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from delta_wire import encodings
+from delta_wire.bucket import BucketWriter
+from delta_wire.digest import Digest
+from delta_wire.errors import ModelMismatchError
+from delta_wire.manifest import Manifest
+from delta_wire.state import OldBits, TensorTable
+from delta_wire.stores import Store, open_store
+from trl_delta.anchors import AnchorMaker
+from trl_delta.detector import Detector, live_bits
+from trl_delta.names import LiveTensor
+from trl_delta.publisher import Publisher
+from trl_delta.ranks import Ranks
+from trl_delta.sharded import PartWriter, ShardedPublisher
+from trl_delta.shards import coding_shards, is_sharded, own_tensors, whole_tensor
+
+
+def open_everywhere(bucket: str, ranks: Ranks) -> Store:
+    """The bucket on every process, made by the first if there is none."""
+    stores: list[Store] = []
+    ranks.first_does(lambda: stores.append(open_store(bucket, create=True)))
+    return stores[0] if stores else open_store(bucket)
+
+
+def owned(live: list[LiveTensor], ranks: Ranks) -> list[LiveTensor]:
+    """What this process looks at and publishes; everything if it is the only one."""
+    if ranks.count == 1 and not any(is_sharded(entry.source) for entry in live):
+        return live
+    return own_tensors(live, ranks.rank, ranks.count)
+
+
+def agreed_digest(ranks: Ranks, table: TensorTable, digest: Digest) -> Digest:
+    """Digest of the whole state.
+
+    Args:
+        ranks ([`~trl_delta.ranks.Ranks`]): of the training.
+        table ([`~delta_wire.state.TensorTable`]): of this process' model.
+        digest ([`~delta_wire.digest.Digest`]): of what this process owns.
+    """
+    total = Digest()
+    for rank, (other, part) in enumerate(ranks.exchange((table.sha256, str(digest)))):
+        if other != table.sha256:
+            raise ModelMismatchError(
+                f"rank {rank} trains a model with other tensors or shapes than rank {ranks.rank}; every process must "
+                "hold the same model, replicated or sharded by FSDP2"
+            )
+        total = total + Digest.parse(part)
+    return total
+
+
+def gather_bits(live: list[LiveTensor], ranks: Ranks) -> dict[str, np.ndarray]:
+    """All bits of the model on the first process, nothing elsewhere.
+
+    For the checkpoint that a run begins with if there is no other, and never again: the only time that sharded weights
+    are gathered, one tensor at a time.
+    """
+    if ranks.is_first:
+        return dict(live_bits(live))
+    for source in {id(entry.source): entry.source for entry in live}.values():
+        whole_tensor(source)
+    return {}
+
+
+def make_publisher(
+    ranks: Ranks,
+    store: Store,
+    table: TensorTable,
+    head: Manifest,
+    next_seq: int,
+    writer: BucketWriter | None,
+    live: list[LiveTensor],
+    detector: Detector,
+    *,
+    step: int,
+    encoding: str,
+    anchors: AnchorMaker | None = None,
+    snapshot: OldBits | None = None,
+) -> Publisher:
+    """A publisher of what this process owns.
+
+    Args:
+        ranks ([`~trl_delta.ranks.Ranks`]): of the training.
+        store ([`~delta_wire.stores.Store`]): the bucket.
+        table ([`~delta_wire.state.TensorTable`]): the whole model.
+        head ([`~delta_wire.manifest.Manifest`]): newest version, which the weights equal.
+        next_seq (`int`): number of the next.
+        writer ([`~delta_wire.bucket.BucketWriter`], *optional*): on the first process.
+        live (list of [`LiveTensor`]): what this process owns.
+        detector ([`Detector`]): of the same.
+        step (`int`): optimizer step.
+        encoding (`str`): of the deltas.
+        anchors, snapshot (*optional*): see [`Publisher`]; on one process only, for it takes the whole weights.
+    """
+    mirror = detector.copy_bits(live) if encodings.get(encoding).needs_old_weights else None
+    if writer is not None and ranks.count == 1:
+        return Publisher(writer, step=step, encoding=encoding, mirror=mirror, anchors=anchors, snapshot=snapshot)
+    shards = coding_shards(live, table, needs_all_rows=mirror is not None)
+    starts = {name: entry.start for entry in live for name in entry.names}
+    parts = PartWriter(ranks.clone(), store, table, head, next_seq, writer, shards)
+    return ShardedPublisher(ranks, parts, starts=starts, step=step, encoding=encoding, mirror=mirror)

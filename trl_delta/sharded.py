@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publishing from several training processes: each uploads its part of a version, the first commits them all.
+
+The processes agree on two things through [`~trl_delta.ranks.Ranks`]. *Turns*: at every step the first process says
+whether the next one becomes a version, so that all extract after the same step, and none waits for another. *Rounds*:
+every version that was begun ends the same way everywhere. A process that is slow delays a version; one that has died
+keeps it from being published. Nothing is lost by either: weights that were not published are still different from
+the snapshot of the version before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from delta_wire.bucket import BucketWriter, Published
+from delta_wire.digest import Digest
+from delta_wire.errors import DigestMismatchError, StoreError
+from delta_wire.manifest import AnchorPart, Manifest, VersionId, manifest_key
+from delta_wire.parts import Part, upload_part
+from delta_wire.refs import ObjectRef
+from delta_wire.shards import Shard
+from delta_wire.state import Delta, OldBits, TensorTable
+from delta_wire.stores import Store
+from trl_delta.publisher import Publisher, _Item
+from trl_delta.ranks import RankError, Ranks
+
+logger = logging.getLogger(__name__)
+# versions begun and not finished: one being uploaded, one extracted and waiting
+_MAX_BEGUN = 2
+_TURN_TIMEOUT_S = 600.0
+_KEPT_TURNS = 1000
+_SLOW_AFTER_S = 60.0
+
+
+class Abandoned(Exception):
+    """Publishing was closed while it waited for other processes."""
+
+
+@dataclass
+class _Round:
+    """A version that is being published; kept from try to try."""
+
+    delta: Delta
+    parts: list[Part] | None = None
+    reported: bool = False
+    # on the first process: all parts, and the digest of all that the processes own
+    gathered: tuple[list[Part], Digest] | None = None
+
+
+class PartWriter:
+    """One process' side of the versions that all write together; the first one's also writes the manifests.
+
+    Args:
+        ranks ([`~trl_delta.ranks.Ranks`]): for use by the publisher's thread.
+        store ([`~delta_wire.stores.Store`]): the bucket.
+        table ([`~delta_wire.state.TensorTable`]): the whole model.
+        head ([`~delta_wire.manifest.Manifest`]): newest version.
+        next_seq (`int`): number of the next; those of a trainer that died may lie in between.
+        writer ([`~delta_wire.bucket.BucketWriter`], *optional*): on the first process.
+        shards (`dict`): in whose rows the changes of a tensor are coded, by checkpoint name.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        store: Store,
+        table: TensorTable,
+        head: Manifest,
+        next_seq: int,
+        writer: BucketWriter | None,
+        shards: dict[str, Shard],
+    ):
+        self.store = store
+        self.cancelled: Callable[[], bool] = lambda: False
+        self._ranks = ranks
+        self._table = table
+        self._head = head
+        self._next_seq = next_seq
+        self._writer = writer
+        self._shards = shards
+        self._number = 0
+        self._round: _Round | None = None
+
+    @property
+    def version(self) -> VersionId:
+        return self._head.version
+
+    @property
+    def digest(self) -> Digest:
+        return self._head.digest
+
+    @property
+    def next_seq(self) -> int:
+        return self._next_seq
+
+    def publish(
+        self,
+        delta: Delta,
+        *,
+        digest: Digest,
+        step: int | None,
+        encoding: str,
+        old_bits: OldBits | None,
+        anchor: AnchorPart | None = None,
+    ) -> Published:
+        """Take part in the next version.
+
+        Args:
+            delta (`Delta`): what this process changes, possibly nothing.
+            digest ([`~delta_wire.digest.Digest`]): of what this process owns after the change. Those of all add up to
+                the version's, and so must what the parts change.
+            step (`int`, *optional*): optimizer step.
+            encoding (`str`): of the parts.
+            old_bits (`Callable`, *optional*): bits of the tensors' rows that this process owns, before the change.
+            anchor ([`~delta_wire.manifest.AnchorPart`], *optional*): refused; no process has the whole weights.
+
+        Returns:
+            [`~delta_wire.bucket.Published`]: the same on every process; of the version before if nothing changed.
+
+        After a [`~delta_wire.errors.StoreError`] call again with the same delta. [`RankError`] if another process
+        failed, [`Abandoned`] if publishing was closed.
+        """
+        if anchor is not None:
+            raise ValueError("PartWriter.publish: an anchor needs the whole weights, which no process has")
+        began_s = time.monotonic()
+        if self._round is None or self._round.delta is not delta:
+            self._round = _Round(delta)
+            self._number += 1
+        current = self._round
+        try:
+            if current.parts is None:
+                current.parts = self._upload(delta, encoding, old_bits)
+            if not current.reported:
+                told = {"parts": [_to_json(part) for part in current.parts], "digest": str(digest)}
+                self._ranks.put(self._key(self._ranks.rank), told)
+                current.reported = True
+            outcome = self._lead(current, step) if self._ranks.is_first else self._follow()
+        except (StoreError, Abandoned):
+            raise
+        except Exception as error:
+            self._tell(str(error) if isinstance(error, RankError) else f"rank {self._ranks.rank}: {error}")
+            raise
+        if outcome is not None:
+            self._head = outcome
+            self._next_seq = outcome.version.seq + 1
+        self._round = None
+        size_bytes = outcome.delta.size_bytes if outcome is not None and outcome.delta else 0
+        return Published(self._head, size_bytes, time.monotonic() - began_s)
+
+    def _upload(self, delta: Delta, encoding: str, old_bits: OldBits | None) -> list[Part]:
+        by_shard: dict[Shard, Delta] = {}
+        for name, part in delta.items():
+            by_shard.setdefault(self._shards[name], {})[name] = part
+        return [
+            upload_part(
+                self.store,
+                self._table,
+                share,
+                seq=self.next_seq,
+                encoding=encoding,
+                old_bits=old_bits,
+                shard=shard,
+            )
+            for shard, share in by_shard.items()
+        ]
+
+    def _lead(self, current: _Round, step: int | None) -> Manifest | None:
+        assert self._writer is not None
+        if current.gathered is None:
+            current.gathered = self._gather()
+        parts, expected = current.gathered
+        found = sum((part.change for part in parts), self.digest)
+        if found != expected:
+            raise DigestMismatchError(
+                f"{self.store.url}: version {self.next_seq} would have digest {found}, the processes hold weights "
+                f"with {expected}; their parts do not begin at version {self.version}"
+            )
+        published = self._writer.commit(parts, step=step) if parts else None
+        for rank in range(self._ranks.count):
+            self._ranks.remove(self._key(rank))
+        # whoever has delivered its part has read how the round before ended
+        self._ranks.remove(f"round/{self._number - 1}/end")
+        manifest = published and published.manifest
+        self._ranks.put(self._key("end"), {"manifest": manifest and manifest.to_bytes().decode()})
+        return manifest
+
+    def _gather(self) -> tuple[list[Part], Digest]:
+        parts: list[Part] = []
+        digest = Digest()
+        for rank in range(self._ranks.count):
+            told = self._wait_for(rank, f"its part of version {self.next_seq}")
+            if "error" in told:
+                raise RankError(told["error"])
+            parts += [_from_json(entry) for entry in told["parts"]]
+            digest = digest + Digest.parse(told["digest"])
+        return parts, digest
+
+    def _follow(self) -> Manifest | None:
+        told = self._wait_for("end", f"the manifest of version {self.next_seq}")
+        if "error" in told:
+            raise RankError(told["error"])
+        if told["manifest"] is None:
+            return None
+        raw = told["manifest"].encode()
+        return Manifest.from_bytes(raw, f"{self.store.url}/{manifest_key(self.next_seq)}")
+
+    def _wait_for(self, who: int | str, what: str) -> dict[str, Any]:
+        rank = 0 if who == "end" else who
+        told = self._ranks.wait_for(self._key(who), _SLOW_AFTER_S, self.cancelled)
+        if told is None and not self.cancelled():
+            logger.warning(
+                "delta sync: rank %s has not delivered %s for %.0f s; training goes on, and what it changes is in the "
+                "next version. If that process has died, restart the training.",
+                rank,
+                what,
+                _SLOW_AFTER_S,
+            )
+            told = self._ranks.wait_for(self._key(who), float("inf"), self.cancelled)
+        if told is None:
+            raise Abandoned(f"rank {rank} has not delivered {what}")
+        return told
+
+    def _tell(self, reason: str) -> None:
+        key = self._key("end" if self._ranks.is_first else self._ranks.rank)
+        try:
+            self._ranks.put(key, {"error": reason})
+        except RankError:
+            logger.debug("delta sync: nobody can be told that %s", reason)
+
+    def _key(self, who: int | str) -> str:
+        return f"round/{self._number}/{who}"
+
+
+class ShardedPublisher(Publisher):
+    """A [`Publisher`] on each of several training processes; versions have a part of each.
+
+    The training thread calls [`ShardedPublisher.take_turn`] after every step, on every process alike, and
+    [`ShardedPublisher.take_last_turn`] once at the end. Deltas do not coalesce here: while versions wait for the
+    bucket or for a slow process there are no turns, and the next one finds all that has changed since.
+
+    Args:
+        ranks ([`~trl_delta.ranks.Ranks`]): of the training.
+        writer ([`PartWriter`]): with a clone of `ranks`.
+        starts (`dict`): flat checkpoint index of the first element that this process owns, by checkpoint name.
+        step, encoding, mirror, retry_min_s, retry_max_s: see [`Publisher`]; the mirror is of what this process owns.
+        turn_timeout_s (`float`, *optional*): how long the first process may lag behind by a step.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        writer: PartWriter,
+        *,
+        starts: dict[str, int],
+        step: int,
+        encoding: str = "packed",
+        mirror: dict[str, np.ndarray] | None = None,
+        retry_min_s: float = 0.5,
+        retry_max_s: float = 30.0,
+        turn_timeout_s: float = _TURN_TIMEOUT_S,
+    ):
+        self._ranks = ranks
+        self._starts = starts
+        self._turn_timeout_s = turn_timeout_s
+        self._calls = 0
+        self._left = False
+        # what the first process has promised for the next call, known to itself without asking
+        self._promise: dict[str, Any] = {"publish": True}
+        self._begun: deque[_Item] = deque()
+        # an error of the thread, until all processes act on it after the same step
+        self._error: Exception | None = None
+        super().__init__(
+            writer, step=step, encoding=encoding, mirror=mirror, retry_min_s=retry_min_s, retry_max_s=retry_max_s
+        )
+        writer.cancelled = self._abandon.is_set
+        if ranks.is_first:
+            ranks.put("turn/1", self._promise)
+
+    def take_turn(self, step: int, due: bool) -> bool:
+        """Whether the weights of this step become a version. Called after every step by the training thread.
+
+        Never waits for a bucket or for a slow upload: what the first process decides was decided a step ago.
+        """
+        self._calls += 1
+        if self.failure is not None:
+            return False
+        try:
+            told = self._promise if self._ranks.is_first else self._hear(f"turn/{self._calls}", self._turn_timeout_s)
+            if self._ranks.is_first:
+                self._promise_next(publishes=due and told.get("publish", False))
+        except RankError as error:
+            self.failure = error
+            return True
+        return self._act_on(told, due)
+
+    def take_last_turn(self, timeout_s: float) -> bool:
+        """As [`ShardedPublisher.take_turn`] at the end of training, when the weights become a version in any case."""
+        if self.failure is not None:
+            return False
+        try:
+            if self._ranks.is_first:
+                told = self._stop_or({"publish": True})
+                self._ranks.put("turn/last", told)
+            else:
+                told = self._hear("turn/last", timeout_s)
+        except RankError as error:
+            self.failure = error
+            return True
+        return self._act_on(told, True)
+
+    @property
+    def newest_seq(self) -> int:
+        with self._changed:
+            return self._durable_seq + len(self._begun) + (self._in_flight is not None)
+
+    def submit(self, delta: Delta, *, digest: Digest, step: int) -> None:
+        """Hand over what this process changed by a step whose turn it is; the same steps on every process."""
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("ShardedPublisher.submit: the publisher is closed")
+            self._begun.append(_Item(delta, digest, step, time.monotonic()))
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the last version is durable; `False` when time runs out or publishing has stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._drained() or self._stopped() is not None, timeout_s)
+            self.failure = self._stopped()
+            return self._drained()
+
+    def close(self, timeout_s: float) -> bool:
+        durable = super().close(timeout_s)
+        if not self._left:
+            self._left = True
+            try:
+                self._ranks.leave()
+            except RankError as error:
+                logger.debug("delta sync: %s", error)
+        return durable
+
+    def _stopped(self) -> Exception | None:
+        return self.failure or self._error
+
+    def _drained(self) -> bool:
+        return not self._begun and self._in_flight is None
+
+    def _hear(self, key: str, timeout_s: float) -> dict[str, Any]:
+        told = self._ranks.wait_for(key, timeout_s)
+        if told is None:
+            raise RankError(f"rank 0 has said nothing about {key} for {timeout_s:.0f} s; it has died, or it hangs")
+        return told
+
+    def _promise_next(self, publishes: bool) -> None:
+        with self._changed:
+            begun = len(self._begun) + (self._in_flight is not None) + publishes
+        self._promise = self._stop_or({"publish": begun < _MAX_BEGUN})
+        self._ranks.put(f"turn/{self._calls + 1}", self._promise)
+        # training in step keeps processes within one step of each other
+        if self._calls > _KEPT_TURNS:
+            self._ranks.remove(f"turn/{self._calls - _KEPT_TURNS}")
+
+    def _stop_or(self, turn: dict[str, Any]) -> dict[str, Any]:
+        return turn if self._error is None else {"stop": str(self._error)}
+
+    def _act_on(self, told: dict[str, Any], due: bool) -> bool:
+        if "stop" in told:
+            self.failure = self._error or RankError(told["stop"])
+            return True
+        return due and told["publish"]
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._begun or self._closing)
+                if not self._begun:
+                    return
+                self._in_flight = item = self._begun.popleft()
+            published = self._publish(item)
+            if published is None:
+                return
+            self._record(item, published)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _record(self, item: _Item, published: Published) -> None:
+        if published.manifest.version.seq > self.durable_seq:
+            super()._record(item, published)
+            return
+        # nothing has changed anywhere
+        with self._changed:
+            self._contains[self.durable_seq] = item.step
+            self._in_flight = None
+            self._changed.notify_all()
+
+    def _publish(self, item: _Item) -> Published | None:
+        try:
+            return super()._publish(item)
+        except Abandoned as reason:
+            logger.debug("delta sync: closed before the end of a version: %s", reason)
+            return None
+
+    def _advance_mirror(self, mirror: dict[str, np.ndarray], delta: Delta) -> None:
+        for name, part in delta.items():
+            mirror[name][part.indices - self._starts[name]] = part.new
+
+
+def _to_json(part: Part) -> dict[str, Any]:
+    return {
+        "ref": part.ref.to_json(),
+        "encoding": part.encoding,
+        "changed_params": part.changed_params,
+        "change": str(part.change),
+    }
+
+
+def _from_json(value: dict[str, Any]) -> Part:
+    return Part(
+        ObjectRef.from_json(value["ref"], "a part", "deltas/"),
+        value["encoding"],
+        value["changed_params"],
+        Digest.parse(value["change"]),
+    )
