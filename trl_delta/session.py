@@ -122,7 +122,9 @@ class DeltaSyncSession:
                 resumed.digest,
             )
         self._upkeep = Upkeep(self.bucket, self.config)
-        head, next_seq, writer = self._open_run(store, live, model, processing_class, reference, base, digest, step, resumed)
+        head, next_seq, writer = self._open_run(
+            store, live, model, processing_class, reference, base, digest, step, resumed
+        )
         self._model = model
         self._last_step = self._extracted_step = step
         anchors = None
