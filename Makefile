@@ -9,13 +9,14 @@ MODEL ?= smollm2
 BUCKET ?=
 PYTEST_ARGS ?=
 
-.PHONY: help env demo test docs-check figures aot lint format clean
+.PHONY: help env demo test matrix docs-check figures aot lint format clean
 
 help:
 	@echo "make demo               train SmolLM2-135M with TRL, serve it with vLLM, sync by deltas (about 15 minutes)"
 	@echo "make demo MODEL=tiny    the same with a generated model (under 4 minutes after the environment exists)"
 	@echo "make demo BUCKET=…      through another bucket than a folder: hf://buckets/…, s3://…, gs://…, az://…"
 	@echo "make test               lint and all tests"
+	@echo "make matrix             every model with every number of ranks, eager and compiled, against fresh servers"
 	@echo "make docs-check         run every command of README and docs, with a real server and trainer (3 minutes)"
 	@echo "make figures            draw the pictures of the docs and copy their numbers from benchmarks/results"
 	@echo "make aot                compile every GPU kernel for sm_80, sm_90 and sm_100, no GPU needed, and check them"
@@ -32,6 +33,9 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+matrix: $(READY)
+	$(BIN)/python -m pytest tests/integration/test_matrix.py -m "matrix or not matrix" $(PYTEST_ARGS)
 
 docs-check: $(READY)
 	$(BIN)/python tools/docs_check.py --full
