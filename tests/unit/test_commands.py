@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each command of `delta-wire` says."""
 
+import contextlib
 import http.server
 import json
 import os
@@ -432,27 +433,37 @@ def test_progress_is_shown_after_a_while(monkeypatch, capsys):
     assert capsys.readouterr().err == "\rwriting … 70 s"
 
 
+SLOW = """
+import sys, threading
+import delta_wire.commands.common as common
+import delta_wire.replay as replay
+from delta_wire.cli import main
+
+common.PATIENCE_S, common._SHOW_S = 0.0, 0.05
+shown = threading.Event()
+show, checkout = common.Progress.show, replay.checkout
+common.Progress.show = lambda self: (show(self), shown.set())
+# takes until somebody has been told
+replay.checkout = lambda *arguments: (sys.stderr.isatty() and shown.wait(60), checkout(*arguments))[1]
+main()
+"""
+
+
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_for_terminals_and_goes_away(delta_wire_process, bucket, tmp_path, terminal):
-    """A store that takes three seconds, behind a real terminal and behind a pipe."""
-    slow = (
-        "import time, delta_wire.replay as r; found = r.checkout\n"
-        "r.checkout = lambda *a: (time.sleep(3), found(*a))[1]\nfrom delta_wire.cli import main; main()"
-    )
+def test_progress_is_for_terminals_and_goes_away(bucket, tmp_path, terminal):
+    """Behind a real terminal, and behind a pipe."""
     end, other = os.openpty() if terminal else os.pipe()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", slow, "checkout", f"{bucket}@latest", str(tmp_path / "out")],
-            cwd="/",
-            stdout=subprocess.PIPE,
-            stderr=other,
-            text=True,
-        )
-        out, _ = process.communicate(timeout=120)
-        err = os.read(end, 1 << 16).decode()
-    finally:
-        os.close(end)
-        os.close(other)
+    words = [sys.executable, "-c", SLOW, "checkout", f"{bucket}@latest", str(tmp_path / "out")]
+    process = subprocess.Popen(words, cwd="/", stdout=subprocess.PIPE, stderr=other, text=True)
+    os.close(other)
+    said = b""
+    # a terminal whose last writer has gone is an error to read
+    with contextlib.suppress(OSError):
+        while piece := os.read(end, 4096):
+            said += piece
+    os.close(end)
+    out, _ = process.communicate(timeout=120)
+    err = said.decode().replace("\r\n", "\n")
     assert process.returncode == 0 and out == f"{tmp_path / 'out'}\n"
     assert ("rebuilding version" in err) is terminal
-    assert err.replace("\r\n", "\n").rpartition("\r")[2].startswith("version ") and err.rstrip().endswith("proven")
+    assert err.rpartition("\r")[2].startswith("version ") and err.endswith("proven\n")
