@@ -52,6 +52,7 @@ class StubServer:
             def reply(self, body: dict, status: int = 200) -> None:
                 raw = json.dumps(body).encode()
                 self.send_response(status)
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(raw)))
                 self.end_headers()
                 self.wfile.write(raw)
