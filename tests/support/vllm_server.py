@@ -153,6 +153,8 @@ class WarmStart:
 
     def __init__(self, folder: Path):
         self._log = folder / "warm.log"
+        # servers that start at once share the pipes: one order and its answer at a time
+        self._lock = threading.Lock()
         program = Path(__file__).with_name("warm_vllm.py")
         with self._log.open("w") as out:
             self._process = subprocess.Popen(
@@ -168,8 +170,9 @@ class WarmStart:
     def __call__(self, command: list[str], environment: dict[str, str], log: Path) -> Process:
         assert self._process.stdin and self._process.stdout
         order = {"argv": command, "env": environment, "cwd": str(log.parent), "log": str(log)}
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        pid = self._process.stdout.readline()
+        with self._lock:
+            print(json.dumps(order), file=self._process.stdin, flush=True)
+            pid = self._process.stdout.readline()
         assert pid, f"no server can be started\n{self._log.read_text()}"
         return _Forked(int(pid))
 
