@@ -7,7 +7,7 @@ both use the same kernels. Both are forks of one warm process, or the matrix wou
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -88,13 +88,6 @@ def prepared(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPat
         return known[kind]
 
     return prepare
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmStart]:
-    start = WarmStart(tmp_path_factory.mktemp("warm"))
-    yield start
-    start.stop()
 
 
 def answers(server: Server) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from training import Training
-from vllm_server import Server, Streams, serve
+from vllm_server import Server, Streams, WarmStart, serve
 
 from delta_wire.bucket import BucketWriter
 from delta_wire.state import Delta, TensorDelta, change_of_digest
@@ -37,7 +37,7 @@ def cached_and_fresh(server: Server) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.fixture
 def followed(
-    request: pytest.FixtureRequest, tiny_model: Callable[[str], Path], tmp_path: Path
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], Path], tmp_path: Path, warm: WarmStart
 ) -> Iterator[tuple[Server, Training, BucketWriter]]:
     training = Training(tiny_model("qwen3"), tmp_path / "bucket")
     writer = training.start()
@@ -46,7 +46,8 @@ def followed(
         "DELTA_SYNC_POLL_S": "0.05",
         "DELTA_SYNC_CACHE_POLICY": request.param,
     }
-    with serve(training.base, tmp_path / "server.log", EXTENSION, "--enable-scale-out", env=env) as server:
+    flags = (EXTENSION, "--enable-scale-out")
+    with serve(training.base, tmp_path / "server.log", *flags, env=env, start=warm) as server:
         server.wait(lambda s: s["state"] == "serving", "version 0")
         yield server, training, writer
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 START_TIMEOUT_S = 240.0
-_ALWAYS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+# TRL silences vLLM for the whole process as soon as it is imported
+_ALWAYS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 # small enough for any machine; one thread, because bf16 results depend on how sums are split
 FLAGS = (
     "--dtype=bfloat16",
