@@ -106,11 +106,11 @@ def results() -> str:
                 "outage",
             )
         )
-    if faults:
+    for campaign in faults or []:
         rows.append(
             (
-                f"{faults['faults']:,} injected faults",
-                f"**{faults['wrong_states']}** wrong states, **{faults['unrecovered']}** not recovered",
+                f"{campaign['faults']:,} injected faults, bucket of kind `{campaign['store']}`",
+                f"**{campaign['wrong_states']}** wrong states, **{campaign['unrecovered']}** not recovered",
                 "",
                 "faults",
             )
