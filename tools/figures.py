@@ -87,7 +87,7 @@ def results() -> str:
             "serving",
         ),
     ]
-    overhead, outage, faults, fuzz = read("overhead"), read("outage"), read("faults"), read("fuzz")
+    overhead, outage, fuzz = read("overhead"), read("outage"), read("fuzz")
     if overhead:
         rows.append(
             (
@@ -106,7 +106,7 @@ def results() -> str:
                 "outage",
             )
         )
-    for campaign in faults or []:
+    for campaign in filter(None, (read("faults"), read("faults_s3"))):
         rows.append(
             (
                 f"{campaign['faults']:,} injected faults, bucket of kind `{campaign['store']}`",
