@@ -6,6 +6,7 @@ was started on a checkout of the last version, with the same flags and the same 
 both use the same kernels. Both are forks of one warm process, or the matrix would take most of an hour.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +65,26 @@ def fuse_experts(source: Path, target: Path) -> Path:
     return target
 
 
+def narrow_experts(source: Path, target: Path) -> Path:
+    """The same checkpoint with experts of a width that vLLM's CPU kernel pads before it permutes them."""
+    target.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((target / "config.json").read_text())
+    width = config["moe_intermediate_size"] - 24
+    (target / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": width}))
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = (tensor[:, :width] if "down_proj" in name else tensor[:width]).contiguous()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+CHANGED = {"-fused": fuse_experts, "-narrow": narrow_experts}
+
+
 @pytest.fixture(scope="module")
 def prepared(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prepared]:
     known: dict[str, Prepared] = {}
@@ -71,9 +92,10 @@ def prepared(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     def prepare(kind: str) -> Prepared:
         if kind not in known:
             folder = tmp_path_factory.mktemp(kind)
-            base = tiny_model(kind.removesuffix("-fused"))
-            if kind.endswith("-fused"):
-                base = fuse_experts(base, folder / "base")
+            change = next((suffix for suffix in CHANGED if kind.endswith(suffix)), "")
+            base = tiny_model(kind.removesuffix(change))
+            if change:
+                base = CHANGED[change](base, folder / "base")
             training = Training(base, folder / "bucket")
             writer = training.start()
             latest, pointers = training.bucket / "LATEST", []
@@ -99,7 +121,7 @@ def answers(server: Server) -> list[dict[str, Any]]:
 KINDS = ["qwen3", "qwen3-tied", "llama", "qwen3-moe"]
 EAGER = [(kind, tensor, 1, "eager") for tensor in (1, 2) for kind in KINDS]
 # experts of a layer under one name, as in transformers 5
-EAGER += [("qwen3-moe-fused", 2, 1, "eager")]
+EAGER += [("qwen3-moe-fused", 2, 1, "eager"), ("qwen3-moe-narrow", 1, 1, "eager")]
 # compiling takes most of the time. Without it vLLM's CPU build cannot run two pipeline stages: only its warm-up for
 # the compiler makes the buffers that pass from one to the next
 ALL_COMPILED = [*((kind, tensor, 1, "compiled") for tensor in (1, 2) for kind in KINDS), ("qwen3", 1, 2, "compiled")]
