@@ -63,7 +63,6 @@ class Child:
     def __init__(self, main: Callable[[Connection, int], None], random: random.Random):
         self._main = main
         self._random = random
-        self.starts = 0
         self.start()
 
     def start(self) -> None:
@@ -71,7 +70,6 @@ class Child:
         self.process = _FORK.Process(target=self._main, args=(theirs, self._random.getrandbits(32)), daemon=True)
         self.process.start()
         theirs.close()
-        self.starts += 1
 
     @property
     def alive(self) -> bool:
@@ -155,7 +153,6 @@ class Campaign:
         # what was put in an object's place: first content, last damage
         self._damaged: dict[str, tuple[bytes, bytes | None]] = {}
         self.trainer = Child(lambda c, s: train(c, place, s), self.random)
-        self.second: Child | None = None
         self.servers = [Child(lambda c, s, n=number: serve(c, place, s, n), self.random) for number in range(servers)]
         self._states: list[tuple[str, str, str | None]] = [("waiting", "None", None)] * servers
         self._durable = ("", False, None, "")
@@ -299,7 +296,7 @@ class Campaign:
         return int(version.rpartition("-")[2]) if version else 0
 
     def end(self) -> None:
-        for child in (self.trainer, *self.servers, *([self.second] if self.second else [])):
+        for child in (self.trainer, *self.servers):
             child.end()
         self.store.end()
 

@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("examples", "tests/support")]
 from prepare_model import prepare
-from training import Training
+from training import Training, move_pointer
 from vllm_server import Server, serve
 
 _PARTS = {"engine": "VLLM::EngineCore", "worker": "VLLM::Worker"}
@@ -119,9 +119,7 @@ class Releases:
         self._point_to(0)
 
     def _point_to(self, seq: int) -> int:
-        unfinished = self._pointer.with_name(".LATEST")
-        unfinished.write_bytes(self._pointers[seq])
-        unfinished.replace(self._pointer)
+        move_pointer(self._pointer.parent, self._pointers[seq])
         return seq
 
     def release(self, seq: int) -> Callable[[], int]:

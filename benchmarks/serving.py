@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("examples", "tests/support")]
 from prepare_model import prepare
-from training import Training
+from training import Training, move_pointer
 from vllm_server import Server, serve
 
 from delta_wire.state import Delta, TensorDelta
@@ -120,9 +120,7 @@ class Trainer:
         self.publish()
 
     def publish(self) -> None:
-        unfinished = self._pointer.with_name(".LATEST")
-        unfinished.write_bytes(next(self._pointers))
-        unfinished.replace(self._pointer)
+        move_pointer(self._pointer.parent, next(self._pointers))
         self.num_versions += 1
 
     def run(self, until_s: float) -> None:

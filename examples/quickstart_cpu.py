@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with TRL, serve with vLLM, keep the server's weights equal to the trainer's by deltas through a bucket.
 
-    python examples/quickstart_cpu.py                     SmolLM2-135M, about 5 minutes on two cores
-    python examples/quickstart_cpu.py --model tiny        a generated two-layer model, about 1 minute
+    python examples/quickstart_cpu.py                     SmolLM2-135M, about 10 minutes on two cores
+    python examples/quickstart_cpu.py --model tiny        a generated two-layer model, under 4 minutes
     python examples/quickstart_cpu.py --bucket s3://…     another bucket than a folder: hf://buckets/…, s3://…
 
 Shows: TRL's own AsyncGRPOTrainer with its spawned rollout worker learns to add numbers, a real `vllm serve` generates

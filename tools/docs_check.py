@@ -37,7 +37,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "docs/*.md", "configs/README.md", "benchmarks/results/README.md")
-NEEDS = ("needs a GPU", "needs an account", "needs a model hub", "needs another machine")
+NEEDS = ("needs a GPU", "needs an account", "needs a model hub")
 MARKS = (*NEEDS, "full", "serve")
 SERVER = "http://localhost:8000"
 START_TIMEOUT_S = 300

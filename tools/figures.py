@@ -124,7 +124,7 @@ def results() -> str:
 
 
 def encodings() -> str:
-    """What each encoding costs, at the density of the recorded update and at the densities of the sweep."""
+    """What each encoding costs at the density of the recorded update."""
     coded = trace()
     rows = [
         [

@@ -140,7 +140,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(
+    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, warm: WarmStart
+) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("failures")
     training = Training(tiny_model("qwen3"), folder / "bucket")
     writer = training.start()
@@ -154,7 +156,6 @@ def pair(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
         "VLLM_SERVER_DEV_MODE": "1",
         "PYTHONPATH": str(Path(__file__).parents[1] / "support"),
     }
-    warm = WarmStart(folder)
     with (
         serve(
             training.base,
@@ -174,7 +175,6 @@ def pair(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
         ) as other,
     ):
         yield Pair(training, writer, folder, live, other)
-    warm.stop()
 
 
 def refusals(status: dict[str, Any], rank: int) -> list[str]:

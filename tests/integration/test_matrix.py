@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training import Training, pointed_to
+from training import Training, move_pointer, pointed_to
 from vllm_server import FLAGS, Server, Streams, WarmStart, serve
 
 from delta_wire.bucket import BucketReader
@@ -171,9 +171,7 @@ def test_an_updated_server_answers_like_a_fresh_one(
         before = answers(server)
         streams = Streams(server, [[5, 6, 7], [8, 9]], 24)
         for seq in (1, 2):
-            unfinished = buckets["live"] / ".LATEST"
-            unfinished.write_bytes(run.pointers[seq])
-            unfinished.replace(buckets["live"] / "LATEST")
+            move_pointer(buckets["live"], run.pointers[seq])
             server.wait(lambda s, seq=seq: s["seq"] == seq, f"version {seq}")
         streams.finish()
         status = server.status()

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from training import pointed_to
 from transformers import AutoModelForCausalLM
 from vllm_server import Server, serve
 
 from delta_wire.bucket import BucketReader
 from delta_wire.digest import Digest
-from delta_wire.manifest import Manifest
 from delta_wire.replay import checkout, verify
 from delta_wire.stores import open_store
 from trl_delta.detector import tensor_digests
@@ -54,12 +54,6 @@ def train(folder: Path, command: str, *options: str) -> str:
     return said
 
 
-def newest(bucket: Path) -> Manifest:
-    latest = BucketReader(open_store(bucket)).latest()
-    assert latest is not None
-    return latest
-
-
 def digest_of_saved(folder: Path) -> Digest:
     """Of a model that a trainer has saved in fp32, rounded to bf16."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
@@ -70,16 +64,16 @@ def test_sft_publishes_what_it_saves(folder: Path):
     said = train(folder, "sft")
     assert len(re.findall(r"'delta/changed_frac'", said)) == 3
     bucket = folder / "runs" / "sft-bucket"
-    assert newest(bucket).step == 3
-    assert newest(bucket).digest == digest_of_saved(folder / "runs" / "sft")
+    assert pointed_to(bucket).step == 3
+    assert pointed_to(bucket).digest == digest_of_saved(folder / "runs" / "sft")
     assert all(check.ok for check in verify(BucketReader(open_store(bucket))))
 
 
 def test_dpo_with_an_adapter_publishes_merged_weights(folder: Path, tmp_path: Path):
     train(folder, "dpo")
     bucket = folder / "runs" / "dpo-bucket"
-    assert newest(bucket).step == 3
-    manifest = newest(bucket)
+    assert pointed_to(bucket).step == 3
+    manifest = pointed_to(bucket)
     assert manifest.delta is not None
     assert manifest.delta.encoding == "context"
     # the adapter that was saved, merged into the base by PEFT itself, is what was published
@@ -130,7 +124,7 @@ def test_grpo_in_server_mode_generates_with_the_weights_of_its_step(
     cli.train("grpo", ["--config", "grpo.yaml", "--vllm_server_base_url", server.url])
     assert generated == [(0, 0, 0), (1, 1, 0), (2, 2, 0)]
     bucket = folder / "runs" / "bucket"
-    last = newest(bucket)
+    last = pointed_to(bucket)
     assert last.step == 3
     assert last.digest == digest_of_saved(folder / "runs" / "grpo")
     server.wait(lambda s: s["version"] == str(last.version), "the weights of the last step")
@@ -140,10 +134,10 @@ def test_grpo_in_server_mode_generates_with_the_weights_of_its_step(
 def test_async_grpo_goes_on_with_the_run(folder: Path, server: Server):
     """From a checkout of the newest version; samples say which versions have made them."""
     bucket = folder / "runs" / "bucket"
-    before = newest(bucket)
+    before = pointed_to(bucket)
     checkout(BucketReader(open_store(bucket)), before, folder / "again")
     said = train(folder, "async_grpo", "--vllm_server_base_url", server.url, "--model_name_or_path", "again")
-    after = newest(bucket)
+    after = pointed_to(bucket)
     assert (after.version.run, after.version.epoch) == (before.version.run, before.version.epoch + 1)
     assert after.step == 3
     assert after.digest == digest_of_saved(folder / "runs" / "async_grpo")

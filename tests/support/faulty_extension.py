@@ -15,7 +15,7 @@ from vllm_delta.worker import DeltaWorkerExtension
 
 
 class Faulty(DeltaWorkerExtension):
-    """Fails on one rank, every time until it is armed with `None`."""
+    """Fails on one rank, every time until it is armed with an empty list."""
 
     # set by vLLM's own worker
     rank: int

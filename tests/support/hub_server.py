@@ -81,6 +81,7 @@ class Bucket:
     files: dict[str, File] = field(default_factory=dict)
     before: dict[str, File] = field(default_factory=dict)
     changes: list[dict[str, Any]] = field(default_factory=list)
+    visibility: str = "public"
 
 
 class HubServer:
@@ -241,18 +242,13 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             if bucket in self.hub.buckets:
                 raise _Refuse(409, body=url)
-            self.hub.buckets[bucket] = Bucket()
+            self.hub.buckets[bucket] = Bucket(visibility=json.loads(self._body or b"{}").get("visibility", "public"))
         self._send_json(url)
 
-    def _delete_bucket(self, bucket: str) -> None:
-        self._bucket(bucket, write=True)
-        with self.hub.lock:
-            del self.hub.buckets[bucket]
-        self._send_json({})
-
     def _info(self, bucket: str) -> None:
-        files = self._bucket(bucket).files
-        info = {"id": bucket, "private": True, "createdAt": _now(), "updatedAt": _now(), "totalFiles": len(files)}
+        found = self._bucket(bucket)
+        files, private = found.files, found.visibility == "private"
+        info = {"id": bucket, "private": private, "createdAt": _now(), "updatedAt": _now(), "totalFiles": len(files)}
         self._send_json({**info, "size": sum(file.size_bytes for file in files.values())})
 
     def _tree(self, bucket: str, prefix: str = "") -> None:
@@ -423,7 +419,6 @@ _BUCKET = r"/api/buckets/(?P<bucket>[\w.-]+/[\w.-]+)"
 _ROUTES: list[tuple[tuple[str, ...], str, Callable[..., None]]] = [
     (("POST",), _BUCKET, _Handler._create),
     (("GET",), _BUCKET, _Handler._info),
-    (("DELETE",), _BUCKET, _Handler._delete_bucket),
     (("GET",), _BUCKET + "/tree(?:/(?P<prefix>.+))?", _Handler._tree),
     (("POST",), _BUCKET + "/paths-info", _Handler._paths_info),
     (("POST",), _BUCKET + "/batch", _Handler._batch),

@@ -119,12 +119,10 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def wrap(model: PreTrainedModel, kind: str, count: int) -> torch.nn.Module:
-    """`fsdp2`, `hsdp` (shards of half of the processes, twice) or `ddp`."""
+    """`fsdp2` or `ddp`."""
     if kind == "ddp":
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (count,))
-    if kind == "hsdp":
-        mesh = init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("replicas", "shards"))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -175,7 +173,6 @@ def train(rank: int, count: int, base: str, bucket: str, kind: str, encoding: st
         "finished": finished,
         "held_bytes": session.detector.num_bytes,
         "versions": [record.seq for record in session.publisher.records],
-        "metrics": session.metrics(),
     }
 
 

@@ -2,7 +2,9 @@
 """What every store must do, whatever keeps its objects."""
 
 import os
+import pickle
 import threading
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,26 @@ BAD_KEYS = [
     "", "/", "/etc/passwd", "a/", "a//b", "..", "../x", "a/../b", "a/..", "./a", "a/./b", ".hidden", "a/.tmp-1",
     "a\\b", "a b", "a\0b", "a\n", "ä", "C:/x", "~/x", "x" * 513, "a/" + "x" * 201, "*", "a?b",
 ]  # fmt: skip
+# every call of a store, with a folder for what it reads
+CALLS = {
+    "get": lambda store, path: store.get("k", 10),
+    "get_file": lambda store, path: store.get_file("k", path, 10),
+    "put": lambda store, path: store.put("k", b"new"),
+    "create": lambda store, path: store.put("k2", b"new", create_only=True),
+    "list": lambda store, path: store.list("a/"),
+    "delete": lambda store, path: store.delete(["k"]),
+    "exists": lambda store, path: store.exists("k"),
+}
+
+
+def require_plain(caught: Exception, kind: type[Exception]) -> Any:
+    """An error is of exactly this kind, carries nothing of the client's own, and survives the way to another process;
+    returns it as it arrives there."""
+    assert type(caught) is kind
+    assert caught.__cause__ is None and caught.__suppress_context__
+    again = pickle.loads(pickle.dumps(caught))
+    assert type(again) is kind and str(again) == str(caught)
+    return again
 
 
 class StoreContract:

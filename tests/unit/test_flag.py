@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from training import pointed_to
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from delta_wire.bucket import BucketReader
 from delta_wire.errors import BaseMismatchError, SetupError
-from delta_wire.manifest import Manifest
 from delta_wire.replay import materialise, verify
 from delta_wire.stores import open_store
 from trl_delta import DeltaSyncCallback, DeltaSyncConfig
@@ -56,15 +56,9 @@ def make_trainer(folder: Path, tmp_path: Path, *callbacks: TrainerCallback, **mo
     return Trainer(model=load(folder), args=args, train_dataset=rows(), callbacks=list(callbacks))
 
 
-def newest(bucket: Path) -> Manifest:
-    latest = BucketReader(open_store(bucket)).latest()
-    assert latest is not None
-    return latest
-
-
 def assert_bucket_holds(bucket: Path, model: PreTrainedModel) -> None:
     reader = BucketReader(open_store(bucket))
-    with materialise(reader, newest(bucket)) as state:
+    with materialise(reader, pointed_to(bucket)) as state:
         for name, param in model.named_parameters():
             expected = param.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
             assert np.array_equal(state.bits(name), expected), name
@@ -104,7 +98,7 @@ def test_settings_of_a_mixin_reach_the_callback(tiny_model, tmp_path):
     trainer = Trainer(model=load(tiny_model("qwen3")), args=args, train_dataset=rows(), callbacks=[callback])
     trainer.train()
     assert callback.session.config is args
-    assert [m.step for m in BucketReader(open_store(bucket)).walk(newest(bucket))] == [4, 2, 0]
+    assert [m.step for m in BucketReader(open_store(bucket)).walk(pointed_to(bucket))] == [4, 2, 0]
     assert_bucket_holds(bucket, trainer.model)
 
 
@@ -117,7 +111,7 @@ def test_report_to_delta_sync_needs_no_callback(tiny_model, tmp_path, monkeypatc
     monkeypatch.setenv("DELTA_SYNC_BUCKET", str(tmp_path / "bucket"))
     trainer = make_trainer(tiny_model("qwen3"), tmp_path, report_to=["delta_sync"])
     trainer.train()
-    assert newest(tmp_path / "bucket").step == 4
+    assert pointed_to(tmp_path / "bucket").step == 4
     assert_bucket_holds(tmp_path / "bucket", trainer.model)
 
 
@@ -179,7 +173,7 @@ def resume(folder: Path, tmp_path: Path, checkpoint: Path, bucket: Path, **more)
 def test_a_checkpoint_keeps_what_a_resume_needs(tiny_model, tmp_path):
     trainer = train_until(tiny_model("qwen3"), tmp_path, copy_at=2, stop_after=2)
     saved = json.loads((trainer / "checkpoint-2" / "trainer_state.json").read_text())
-    head = newest(tmp_path / "bucket")
+    head = pointed_to(tmp_path / "bucket")
     attributes = saved["stateful_callbacks"]["DeltaSync"]["attributes"]
     assert attributes["run"] == head.version.run
     assert attributes["digest"] == str(head.digest)
@@ -195,7 +189,7 @@ def test_a_resumed_training_continues_the_chain(tiny_model, tmp_path, case, chec
     folder = tiny_model("qwen3")
     saved = train_until(folder, tmp_path, copy_at=copy_at, stop_after=3)
     bucket = tmp_path / "copy"
-    before = newest(bucket)
+    before = pointed_to(bucket)
     trainer = make_trainer(
         folder,
         tmp_path,
@@ -203,7 +197,7 @@ def test_a_resumed_training_continues_the_chain(tiny_model, tmp_path, case, chec
     )
     trainer.train(resume_from_checkpoint=str(saved / f"checkpoint-{checkpoint}"))
     assert trainer.state.global_step == 4
-    after = newest(bucket)
+    after = pointed_to(bucket)
     assert after.version.run == before.version.run
     assert after.version.epoch > before.version.epoch
     assert after.step == 4
@@ -224,10 +218,10 @@ def test_a_checkpoint_of_another_run_does_not_take_the_bucket_over(tiny_model, t
     saved = train_until(folder, tmp_path, copy_at=1, stop_after=1)
     other = tmp_path / "other"
     make_trainer(folder, tmp_path, DeltaSyncCallback(str(other)), max_steps=2).train()
-    head = newest(other)
+    head = pointed_to(other)
     with pytest.raises(BaseMismatchError, match=str(head.digest)):
         resume(folder, tmp_path, saved / "checkpoint-1", other)
-    assert newest(other) == head
+    assert pointed_to(other) == head
 
 
 def test_weights_that_changed_since_the_checkpoint_are_reported(tiny_model, tmp_path, caplog):
@@ -286,7 +280,7 @@ def test_a_step_that_changes_nothing_needs_no_version(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model("qwen3"), tmp_path, callback, SkipSteps({2, 3}), digests)
     trainer.train()
     assert digests.by_step[1] == digests.by_step[2] == digests.by_step[3] != digests.by_step[4]
-    assert [m.step for m in BucketReader(open_store(tmp_path / "bucket")).walk(newest(tmp_path / "bucket"))] == [
+    assert [m.step for m in BucketReader(open_store(tmp_path / "bucket")).walk(pointed_to(tmp_path / "bucket"))] == [
         4,
         1,
         0,
@@ -312,7 +306,8 @@ def test_a_step_without_gradient_still_changes_weights_and_is_published(tiny_mod
     trainer.train()
     assert len(set(digests.by_step.values())) == 4
     published = {
-        m.step: str(m.digest) for m in BucketReader(open_store(tmp_path / "bucket")).walk(newest(tmp_path / "bucket"))
+        m.step: str(m.digest)
+        for m in BucketReader(open_store(tmp_path / "bucket")).walk(pointed_to(tmp_path / "bucket"))
     }
     assert {step: digest for step, digest in published.items() if step} == digests.by_step
     assert_bucket_holds(tmp_path / "bucket", trainer.model)
@@ -363,7 +358,7 @@ def test_a_long_outage_costs_nothing_but_freshness(tiny_model, tmp_path, caplog)
     assert 0 < outage.most_bytes <= 4 * callback.session.table.num_params
     said = [record for record in caplog.records if "cannot publish version 3" in record.getMessage()]
     assert len(said) == 1
-    latest = newest(bucket)
+    latest = pointed_to(bucket)
     assert latest.step == 28
     # what was gathered is one version, or two if the bucket came back while one was on its way
     assert 3 <= latest.version.seq <= 6

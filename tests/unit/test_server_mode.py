@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from training import pointed_to
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
@@ -160,12 +161,6 @@ def make_trainer(folder: Path, tmp_path: Path, stub: StubServer, peft_config=Non
         )
 
 
-def newest(bucket: Path) -> Manifest:
-    latest = BucketReader(open_store(bucket)).latest()
-    assert latest is not None
-    return latest
-
-
 FAST = {"delta_sync_ack_poll_s": 0.02}
 
 
@@ -184,7 +179,7 @@ def test_every_generation_has_the_weights_of_its_step(tiny_model, tmp_path, stub
     trainer.train()
     assert stub.answered_with == steps
     # the weights of the last step, which TRL itself never sends
-    latest = newest(tmp_path / "bucket")
+    latest = pointed_to(tmp_path / "bucket")
     assert latest.step == trainer.state.global_step
     assert latest.digest == sum(tensor_digests(callback.session.live()).values(), Digest())
     lines = [line for line in trainer.state.log_history if "loss" in line]
@@ -223,7 +218,7 @@ def test_servers_that_do_not_follow_are_reported_and_do_not_stop_training(tiny_m
     assert stub.answered_with == [0, 0, 0]
     said = [record for record in caplog.records if "delta_sync_lag_timeout_s" in record.getMessage()]
     assert len(said) == 1
-    assert newest(tmp_path / "bucket").step == STEPS
+    assert pointed_to(tmp_path / "bucket").step == STEPS
 
 
 def test_no_server_that_follows_the_bucket_is_refused_with_what_to_start(tiny_model, tmp_path, stub):
@@ -253,4 +248,4 @@ def test_an_adapter_never_moves_a_bf16_base(tiny_model, tmp_path, stub):
         if name in base:
             assert torch.equal(param, base[name]), name
     assert stub.answered_with == [0, 1, 2]
-    assert newest(tmp_path / "bucket").digest == sum(tensor_digests(callback.session.live()).values(), Digest())
+    assert pointed_to(tmp_path / "bucket").digest == sum(tensor_digests(callback.session.live()).values(), Digest())
