@@ -331,5 +331,4 @@ def warm_up(device: torch.device | str = "cpu") -> None:
     positions = torch.zeros(1, dtype=torch.int64, device=device)
     bits = gather(snapshot, positions)
     scatter(snapshot, positions, bits)
-    swap(snapshot, positions, bits, positions, (1, 2))
     Replacements([Replacement(snapshot, positions, bits, bits.clone())]).run()

@@ -9,7 +9,7 @@ from pathlib import Path
 from delta_wire.anchors import stream_anchor
 from delta_wire.chain import BucketReader
 from delta_wire.digest import Digest
-from delta_wire.errors import DeltaError, ObjectNotFoundError, StoreError
+from delta_wire.errors import DeltaError, StoreError
 from delta_wire.manifest import AnchorPart, Manifest
 from delta_wire.state import OldBits, TensorTable
 from delta_wire.stores import Store
@@ -71,6 +71,6 @@ def _chain_bytes(reader: BucketReader, newest: Manifest) -> int:
             if manifest.anchor is not None:
                 break
             total += manifest.delta.size_bytes if manifest.delta is not None else 0
-    except (DeltaError, ObjectNotFoundError) as error:
+    except DeltaError as error:
         logger.warning("delta sync: cannot see how long the chain is, an anchor comes later: %s", error)
     return total

@@ -61,7 +61,7 @@ class Detector:
 
     def copy_bits(self, live: Iterable[LiveTensor]) -> dict[str, np.ndarray]:
         """Host copy of the bits of the last extraction by checkpoint name, uint16, flat."""
-        return {name: to_numpy(self._held(entry)).copy() for entry in live for name in entry.names}
+        return {name: self.bits(entry) for entry in live for name in entry.names}
 
     def bits(self, entry: LiveTensor) -> np.ndarray:
         """Host copy of a tensor's bits of the last extraction, uint16, flat."""

@@ -13,12 +13,10 @@ from delta_wire.shards import Shard
 from delta_wire.state import TensorSpec, TensorTable
 from trl_delta.adapters import AdapterMap, Merge
 from trl_delta.conversions import Part, in_tower, saved_parts, tower_names
-from trl_delta.wrappers import checkpoint_name, unwrap
+from trl_delta.wrappers import unwrap
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["LiveTensor", "Naming", "checkpoint_name", "live_tensors", "table_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,22 +209,24 @@ class Publisher:
         return self._pending is None and self._in_flight is None
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending is not None or self._closing)
-                item, self._pending = self._pending, None
-                if item is None:
-                    return
-                if not item.delta:
-                    # changes that undid each other
-                    self._contains[self._durable_seq] = item.step
-                    self._changed.notify_all()
-                    continue
-                self._in_flight = item
+        while (item := self._take()) is not None:
             published = self._publish(item)
             if published is None:
                 return
             self._record(item, published)
+
+    def _take(self) -> _Item | None:
+        """The next item, now in flight; `None` once the publisher is closed."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._pending is not None or self._closing)
+                item, self._pending = self._pending, None
+                if item is None or item.delta:
+                    self._in_flight = item
+                    return item
+                # changes that undid each other
+                self._contains[self._durable_seq] = item.step
+                self._changed.notify_all()
 
     def _publish(self, item: _Item) -> Published | None:
         """Try until the item is durable; `None` once that is hopeless or the publisher is closed."""

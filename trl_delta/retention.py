@@ -31,7 +31,7 @@ class Keeper:
         self._sweeper = sweeper
         self._owner = owner
         self._pause_s = min(max(grace_s / 2, 0.05), _LONGEST_S)
-        self._reported: str | None = None
+        self._failing = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="delta-retention", daemon=True)
         self._thread.start()
@@ -45,11 +45,11 @@ class Keeper:
         while not self._stop.wait(self._pause_s):
             try:
                 self._sweeper.sweep(self._owner())
-                self._reported = None
+                self._failing = False
             except DeltaError as error:
-                if self._reported is None:
+                if not self._failing:
                     logger.warning("delta sync: old versions could not be removed, which is tried again: %s", error)
-                self._reported = str(error)
+                self._failing = True
             except Exception:
                 # a thread that dies in silence would fill the bucket
                 logger.exception("delta sync: old versions are not removed any more")

@@ -56,13 +56,13 @@ class DeltaSyncSession:
     publisher: Publisher
     watcher: AckWatcher
     pace: Pace
+    _naming: Naming
     _ranks: Ranks
 
     def __init__(self, bucket: str, config: DeltaSyncConfig | None = None):
         self.bucket = bucket
         self.config = config or DeltaSyncConfig()
         self._model: torch.nn.Module | None = None
-        self._naming: Naming | None = None
         self._closed = False
         self._failure_reported = False
         self._last_step = 0
@@ -110,7 +110,7 @@ class DeltaSyncSession:
         store = open_everywhere(self.bucket, ranks)
         reference, base = base_checkpoint(model)
         ranks.all_do(lambda: self._take_in(model, reference, base))
-        live = self._live_of(model)
+        live = self._naming.live(model)
         digest = agreed_digest(ranks, self.table, self.detector.digest)
         if resumed is not None and resumed.digest not in ("", str(digest)):
             logger.warning(
@@ -130,9 +130,7 @@ class DeltaSyncSession:
         anchors = None
         if writer is not None:
             if ranks.count == 1:
-                others = {base} if base and self._naming and self._naming.kept else set()
-                files = self._upkeep.save_files(unwrap(model), processing_class, others)
-                anchors = self._upkeep.anchors(writer, files)
+                anchors = self._upkeep.anchors(writer, lambda: self._save_files(model, processing_class, base))
             self._upkeep.keep(writer)
         self.publisher = make_publisher(
             ranks,
@@ -155,7 +153,7 @@ class DeltaSyncSession:
             expected_servers=self.config.delta_sync_expected_servers,
             server_timeout_s=self.config.delta_sync_server_timeout_s,
             poll_s=max(self.config.delta_sync_ack_poll_s, store.least_listing_s),
-            watch=partial(store.watch, "acks/"),
+            watch=None if writer is None else partial(store.watch, "acks/"),
         )
         self.pace = Pace(self.bucket, self.config, self.publisher, self.watcher)
         if ranks.is_first:
@@ -163,9 +161,9 @@ class DeltaSyncSession:
 
     def live(self) -> list[LiveTensor]:
         """The model's tensors as they are now, under their checkpoint names."""
-        if self._model is None or self._naming is None:
+        if self._model is None:
             raise SetupError(f"{self.bucket}: the session has not started")
-        return self._live_of(self._model)
+        return self._naming.live(self._model)
 
     def step(self, step: int) -> None:
         """Weights have changed: extract and hand over, if it is their turn.
@@ -279,13 +277,19 @@ class DeltaSyncSession:
 
     def _bits_of(self, live: list[LiveTensor], base: Checkpoint | None) -> OldBits:
         """Tensors of the last extraction by checkpoint name, copied one at a time."""
-        kept = () if base is None or self._naming is None else self._naming.kept
         entries = {name: entry for entry in live for name in entry.names}
+        kept = self._naming.kept
         return lambda name: base.bits(name) if base is not None and name in kept else self.detector.bits(entries[name])
 
-    def _live_of(self, model: torch.nn.Module) -> list[LiveTensor]:
-        assert self._naming is not None
-        return self._naming.live(model)
+    def _save_files(
+        self,
+        model: torch.nn.Module,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+        base: Checkpoint | None,
+    ) -> Path:
+        """What an anchor needs beside the weights."""
+        others = {base} if base is not None and self._naming.kept else set()
+        return self._upkeep.save_files(unwrap(model), processing_class, others)
 
     def _take_in(self, model: torch.nn.Module, reference: str | None, base: Checkpoint | None) -> None:
         """Find out what the model holds and remember its bits."""
@@ -294,7 +298,7 @@ class DeltaSyncSession:
         base_table = None if base is None else base.table()
         self._naming = Naming(model, base_table)
         live = self._naming.live(model)
-        kept = () if base is None else self._naming.kept
+        kept = self._naming.kept
         self.table = table_of(live, [] if base_table is None else [base_table[name] for name in kept])
         if base_table is not None:
             require_base(base_table, self.table, reference)
@@ -324,7 +328,7 @@ class DeltaSyncSession:
         Returns:
             Its newest version, the number of the next, and on that process the writer.
         """
-        kept = () if base is None or self._naming is None else self._naming.kept
+        kept = self._naming.kept
 
         def needs_bits() -> bool:
             head = BucketReader(store).latest()
@@ -349,7 +353,8 @@ class DeltaSyncSession:
                 start(reference=reference)
             elif BucketReader(store).latest() is not None:
                 whole = bits | {name: base.bits(name) for name in kept if base is not None}
-                start(reference=reference, bits=whole.__getitem__)
+                files = self._save_files(model, processing_class, base)
+                start(reference=reference, bits=whole.__getitem__, files=files)
             else:
                 logger.info(
                     "delta sync: the weights are not those of %s; uploading a checkpoint",

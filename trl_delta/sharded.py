@@ -375,17 +375,11 @@ class ShardedPublisher(Publisher):
             return True
         return due and told["publish"]
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._begun or self._closing)
-                if not self._begun:
-                    return
-                self._in_flight = item = self._begun.popleft()
-            published = self._publish(item)
-            if published is None:
-                return
-            self._record(item, published)
+    def _take(self) -> _Item | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._begun or self._closing)
+            self._in_flight = self._begun.popleft() if self._begun else None
+            return self._in_flight
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,24 +45,24 @@ class Upkeep:
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
         kept: set[Checkpoint],
     ) -> Path:
-        """Configuration and tokenizer as they are now, for the checkpoints that are uploaded later.
+        """Configuration and tokenizer as they are at the first call, for the checkpoints that are uploaded.
 
         Args:
             model (`torch.nn.Module`): without its wrappers.
             processing_class (*optional*): tokenizer or processor.
             kept (set of `Checkpoint`): checkpoints that the model is a part of.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="delta-files-")
-        folder = Path(self._folder.name)
-        save_files(folder, kept, model, processing_class)
-        return folder
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="delta-files-")
+            save_files(Path(self._folder.name), kept, model, processing_class)
+        return Path(self._folder.name)
 
-    def anchors(self, writer: BucketWriter, files: Path) -> AnchorMaker | None:
-        """Decides when a version gets an anchor; `None` if none ever does."""
+    def anchors(self, writer: BucketWriter, files: Callable[[], Path]) -> AnchorMaker | None:
+        """Decides when a version gets an anchor; `None` if none ever does, and then `files` is not called."""
         factor = self._config.delta_sync_anchor_factor
         if not factor:
             return None
-        return AnchorMaker(writer.store, writer.table, writer.head, factor=factor, files=files)
+        return AnchorMaker(writer.store, writer.table, writer.head, factor=factor, files=files())
 
     def keep(self, writer: BucketWriter) -> None:
         """Begin to remove what nobody needs any more, unless the settings say otherwise."""

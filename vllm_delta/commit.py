@@ -21,7 +21,6 @@ from delta_wire.errors import (
     DigestMismatchError,
     FormatError,
     LayoutError,
-    ObjectNotFoundError,
     RateLimitedError,
     SetupError,
 )
@@ -218,11 +217,7 @@ class Coordinator:
     def _advance(self, position: Position, target: Manifest) -> None:
         """Stage and commit one change that leads to the target or to an anchor on the way."""
         past = self._wrong == target.sha256 and self._subscriber.can_go_past(position, target)
-        try:
-            staged = self._subscriber.stage(position, target, past=past)
-        except (FormatError, ObjectNotFoundError):
-            self._wrong = target.sha256
-            raise
+        staged = self._subscriber.stage(position, target, past=past)
         try:
             self._commit(position, staged)
         finally:
@@ -324,7 +319,7 @@ class Coordinator:
         self._engine.between_steps(self._engine.pause)
         self._unproven = reason
         # recovery begins at once, whatever was tried before
-        self._polling.at_once()
+        self._polling.succeeded()
         error = DigestMismatchError(reason)
         error.rank = rank
         raise error

@@ -73,10 +73,10 @@ def flags(context: Context) -> Iterator[Finding]:
     if not context.serve:
         return
     given = _parse(context.serve)
-    before = len(list(_wrong_flags(given)))
-    yield from _wrong_flags(given)
+    wrong = list(_wrong_flags(given))
+    yield from wrong
     yield from _checkpoint(context.serve)
-    if not before:
+    if not wrong:
         yield ok("vllm flags", " ".join(context.serve))
 
 

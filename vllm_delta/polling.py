@@ -53,7 +53,7 @@ class Polling:
             self._hinted = False
 
     def succeeded(self) -> None:
-        """All is well."""
+        """All is well, or is to be tried afresh."""
         self._failures = 0
 
     def failed(self, error: BaseException) -> None:
@@ -61,10 +61,6 @@ class Polling:
         self._failures = min(self._failures + 1, _MAX_DOUBLINGS)
         if isinstance(error, RateLimitedError):
             self._not_before_s = self._clock() + error.retry_after_s
-
-    def at_once(self) -> None:
-        """Forget earlier failures."""
-        self._failures = 0
 
     @property
     def forbidden_s(self) -> float:

@@ -482,6 +482,21 @@ def test_a_shortened_chain_leads_over_the_anchor(following: Server, tmp_path: Pa
     assert following.weights() == following.loaded()
 
 
+def test_a_later_anchor_leads_past_a_torn_manifest(following: Server, tmp_path: Path):
+    publish(following)
+    publish(following)
+    rewrite_latest(
+        following, lambda manifest: replace(manifest, anchor=AnchorPart(str(checked_out(following, tmp_path))))
+    )
+    publish_after_rewrite(following)
+    (following.training.bucket / manifest_key(1)).write_bytes(b"torn")
+    status = following.step()
+    assert status["state"] == "degraded" and manifest_key(1) in status["reason"]
+    status = following.step()
+    assert (status["state"], status["seq"]) == ("serving", 3)
+    assert following.weights() == following.loaded()
+
+
 def test_a_new_run_from_the_loaded_checkpoint_is_followed_in_the_place_of_the_old_one(following: Server):
     publish(following)
     following.step()

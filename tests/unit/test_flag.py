@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainer
 
 from delta_wire.bucket import BucketReader
 from delta_wire.errors import BaseMismatchError, SetupError
-from delta_wire.replay import materialise, verify
+from delta_wire.replay import checkout, materialise, verify
 from delta_wire.stores import open_store
 from trl_delta import DeltaSyncCallback, DeltaSyncConfig
 
@@ -56,13 +56,17 @@ def make_trainer(folder: Path, tmp_path: Path, *callbacks: TrainerCallback, **mo
     return Trainer(model=load(folder), args=args, train_dataset=rows(), callbacks=list(callbacks))
 
 
-def assert_bucket_holds(bucket: Path, model: PreTrainedModel) -> None:
+def assert_newest_is(bucket: Path, model: PreTrainedModel) -> None:
     reader = BucketReader(open_store(bucket))
     with materialise(reader, pointed_to(bucket)) as state:
         for name, param in model.named_parameters():
             expected = param.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
             assert np.array_equal(state.bits(name), expected), name
-    assert all(check.ok for check in verify(reader))
+
+
+def assert_bucket_holds(bucket: Path, model: PreTrainedModel) -> None:
+    assert_newest_is(bucket, model)
+    assert all(check.ok for check in verify(BucketReader(open_store(bucket))))
 
 
 class Tracker(TrainerCallback):
@@ -211,6 +215,22 @@ def test_a_resumed_training_continues_the_chain(tiny_model, tmp_path, case, chec
         attributes = json.loads((saved / f"checkpoint-{checkpoint}" / "trainer_state.json").read_text())
         assert str(first.digest) == attributes["stateful_callbacks"]["DeltaSync"]["attributes"]["digest"]
     assert_bucket_holds(bucket, trainer.model)
+
+
+def test_where_the_chain_is_lost_a_resume_uploads_a_checkpoint_that_opens(tiny_model, tmp_path):
+    folder = tiny_model("qwen3")
+    saved = train_until(folder, tmp_path, copy_at=2, stop_after=2)
+    bucket = tmp_path / "copy"
+    head = pointed_to(bucket)
+    assert head.delta is not None
+    (bucket / head.delta.objects[0].key).unlink()
+    trainer = resume(folder, tmp_path, saved / "checkpoint-1", bucket)
+    reader = BucketReader(open_store(bucket))
+    anchor = reader.restart_point(pointed_to(bucket))
+    assert anchor.version.seq > head.version.seq and anchor.step == 1
+    assert_newest_is(bucket, trainer.model)
+    opened = AutoModelForCausalLM.from_pretrained(checkout(reader, anchor, tmp_path / "opened"))
+    assert type(opened) is type(trainer.model)
 
 
 def test_a_checkpoint_of_another_run_does_not_take_the_bucket_over(tiny_model, tmp_path):

@@ -7,7 +7,8 @@ from torch import nn
 
 from delta_wire.errors import ModelMismatchError, SetupError
 from delta_wire.state import TensorSpec, TensorTable
-from trl_delta.names import checkpoint_name, live_tensors, table_of
+from trl_delta.names import live_tensors, table_of
+from trl_delta.wrappers import checkpoint_name
 
 
 class Tied(nn.Module):
