@@ -35,6 +35,13 @@ from delta_wire.stores.base import Store
 logger = logging.getLogger(__name__)
 
 
+def sealed(store: Store, manifest: Manifest, signer: Signer | None) -> Manifest:
+    """A new manifest as its readers will find it, signed if the run is."""
+    # what no reader would accept is refused before it is written
+    raw = manifest.to_bytes() if signer is None else signer.sign(manifest.to_bytes())
+    return Manifest.from_bytes(raw, f"{store.url}/{manifest_key(manifest.version.seq)}")
+
+
 def first_version(
     store: Store,
     table: TensorTable,
@@ -57,9 +64,7 @@ def first_version(
     store.put(ref.key, table.to_bytes())
     anchor = AnchorPart(reference) if anchor_dir is None else upload_anchor(store, anchor_dir, table, digest, 0)
     head = Manifest(version, digest, ref, table.num_params, 0, step, round(time.time(), 3), None, None, anchor)
-    # what no reader would accept is refused before it is written
-    raw = head.to_bytes() if signer is None else signer.sign(head.to_bytes())
-    head = Manifest.from_bytes(raw, f"{store.url}/{manifest_key(0)}")
+    head = sealed(store, head, signer)
     try:
         store.put(manifest_key(0), head.to_bytes(), create_only=True)
     except ObjectExistsError as error:

@@ -20,6 +20,7 @@ from delta_wire.begin import (
     first_version,
     listed_seqs,
     pointer_bytes,
+    sealed,
     unfinished_start,
     write_pointer,
 )
@@ -53,10 +54,11 @@ from delta_wire.signing import Signer
 from delta_wire.state import (
     Delta,
     OldBits,
-    TensorDelta,
     TensorTable,
+    after,
     change_of_digest,
     compose,
+    inverse,
     num_changed,
 )
 from delta_wire.stores.base import Store
@@ -321,9 +323,7 @@ class BucketWriter:
             delta=delta,
             anchor=anchor,
         )
-        # what no reader would accept is refused before it is written
-        raw = manifest.to_bytes() if self._signer is None else self._signer.sign(manifest.to_bytes())
-        return Manifest.from_bytes(raw, f"{self.store.url}/{manifest_key(seq)}")
+        return sealed(self.store, manifest, self._signer)
 
     def _commit(self, manifest: Manifest) -> None:
         key = manifest_key(manifest.version.seq)
@@ -395,11 +395,7 @@ class BucketWriter:
 
 
 def _moved(old_bits: OldBits, delta: Delta, name: str) -> np.ndarray:
-    bits = old_bits(name)
-    if name in delta:
-        bits = bits.copy()
-        bits.reshape(-1)[delta[name].indices] = delta[name].new
-    return bits
+    return after(old_bits(name), delta.get(name))
 
 
 def _without(settled: tuple[Manifest, Delta], delta: Delta, digest: Digest) -> Delta:
@@ -409,9 +405,4 @@ def _without(settled: tuple[Manifest, Delta], delta: Delta, digest: Digest) -> D
         return delta
     if digest - change_of_digest(delta) != manifest.parent.digest:
         return delta
-    undo = {
-        name: TensorDelta(name, part.indices, part.old, part.new)
-        for name, part in done.items()
-        if part.old is not None
-    }
-    return compose(undo, delta)
+    return compose(inverse(done), delta)

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from delta_wire import encodings
 from delta_wire.anchors import anchor_prefix
+from delta_wire.checkpoint import resolve_reference
 from delta_wire.digest import Digest
 from delta_wire.errors import FormatError, ObjectNotFoundError, UnsupportedFormatError
 from delta_wire.files import sha256_file, staging, temporary_beside
@@ -239,8 +240,6 @@ class BucketReader:
         if manifest.anchor is None:
             raise FormatError(f"{self.store.url}: version {manifest.version} has no anchor")
         if manifest.anchor.reference is not None:
-            from delta_wire.checkpoint import resolve_reference
-
             return resolve_reference(manifest.anchor.reference)
         size_bytes = sum(ref.size_bytes for ref in manifest.anchor.objects)
         most = self.table(manifest).full_bytes + _MAX_ANCHOR_EXTRA_BYTES

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from delta_wire.checkpoint import Checkpoint
-from delta_wire.entropy import histogram, on_line
+from delta_wire.entropy import histogram, steps_between
 
 
 def compare(first: Checkpoint, second: Checkpoint) -> Iterator[dict[str, Any]]:
@@ -21,5 +21,5 @@ def compare(first: Checkpoint, second: Checkpoint) -> Iterator[dict[str, Any]]:
     for name in first.table():
         old, new = first.bits(name).reshape(-1), second.bits(name).reshape(-1)
         places = np.flatnonzero(old != new)
-        steps = (on_line(new[places]) - on_line(old[places])).view(np.int16)
+        steps = steps_between(old[places], new[places])
         yield {"name": name, "elements": old.size, "changed": places.size, "steps": histogram(steps)}

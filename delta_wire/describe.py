@@ -140,7 +140,7 @@ def describe_tensors(
         delta, old_bits = read_delta(reader, manifest, Path(folder), base)
         for name, part in delta.items():
             steps = steps_of(part)
-            coded_bytes = _coded_bytes(encoding, part, table, Path(folder) / "alone.safetensors", old_bits)
+            coded_bytes = _coded_bytes(encoding, part, steps, table, Path(folder) / "alone.safetensors", old_bits)
             entries.append(
                 {
                     "name": name,
@@ -163,10 +163,14 @@ def _form(encoding: str, part: TensorDelta, table: TensorTable) -> str:
 
 
 def _coded_bytes(
-    encoding: Encoding, part: TensorDelta, table: TensorTable, path: Path, old_bits: OldBits | None
+    encoding: Encoding,
+    part: TensorDelta,
+    steps: np.ndarray | None,
+    table: TensorTable,
+    path: Path,
+    old_bits: OldBits | None,
 ) -> int | None:
     """Bytes of a tensor in a file of its own, less the header; `None` where its old bits would be needed."""
-    steps = steps_of(part)
     if part.old is None and encoding.name != "plain":
         if steps is None:
             return None

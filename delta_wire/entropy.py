@@ -20,13 +20,18 @@ def on_line(bits: np.ndarray) -> np.ndarray:
     return (bits ^ np.where(bits & 0x8000, 0x7FFF, 0)).astype(np.uint16)
 
 
+def steps_between(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Steps on the monotone line, int16 `[K]`, from old bits to new ones."""
+    return (on_line(new) - on_line(old)).view(np.int16)
+
+
 def steps_of(part: TensorDelta) -> np.ndarray | None:
     """Steps of a change, int16 `[K]`; `None` where it has neither old bits nor steps only."""
     if part.relative is not None and part.relative.all():
         return part.new.view(np.int16)
     if part.old is None or part.relative is not None:
         return None
-    return (on_line(part.new) - on_line(part.old)).view(np.int16)
+    return steps_between(part.old, part.new)
 
 
 def histogram(steps: np.ndarray) -> dict[str, int]:

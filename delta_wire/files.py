@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from delta_wire.errors import StoreUnavailableError
 
@@ -57,3 +58,25 @@ def staging(path: Path) -> Iterator[None]:
             f"{path.parent}: cannot write the downloaded file: {error.strerror or error}; free space there or choose "
             "another folder"
         ) from error
+
+
+@contextmanager
+def arriving(path: Path) -> Iterator[IO[bytes]]:
+    """A file to copy a download into, which gets this name once the block has ended well.
+
+    Writing in the block needs [`staging`] around it, reading must not have it.
+    """
+    temporary = temporary_beside(path)
+    try:
+        with staging(path):
+            out = temporary.open("xb")
+        try:
+            yield out
+        finally:
+            # the last bytes are written here
+            with staging(path):
+                out.close()
+        with staging(path):
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

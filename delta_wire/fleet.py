@@ -57,8 +57,9 @@ def from_bucket(reader: BucketReader) -> list[Replica]:
         if latest is not None and ack.version is not None and ack.version.run == latest.version.run:
             lag = max(0, latest.version.seq - ack.version.seq)
             try:
-                created_unix_s = reader.manifest(ack.version.seq).created_unix_s
-                latency_s = max(0.0, round(ack.served_unix_s - created_unix_s, 3))
+                # most servers are on the newest version, which is at hand
+                served = latest if ack.version == latest.version else reader.manifest(ack.version.seq)
+                latency_s = max(0.0, round(ack.served_unix_s - served.created_unix_s, 3))
             except ObjectNotFoundError:
                 # removed by retention
                 latency_s = None

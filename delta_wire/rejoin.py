@@ -18,7 +18,18 @@ from delta_wire.digest import Digest
 from delta_wire.errors import DigestMismatchError
 from delta_wire.manifest import Manifest
 from delta_wire.replay import materialise
-from delta_wire.state import Delta, OldBits, TensorDelta, TensorTable, change_of_digest, compose, index_dtype, resolve
+from delta_wire.state import (
+    Delta,
+    OldBits,
+    TensorDelta,
+    TensorTable,
+    after,
+    change_of_digest,
+    compose,
+    index_dtype,
+    inverse,
+    resolve,
+)
 
 
 def delta_from(reader: BucketReader, head: Manifest, table: TensorTable, digest: Digest, bits: OldBits) -> Delta:
@@ -54,21 +65,13 @@ def _undo(reader: BucketReader, chain: list[Manifest], bits: OldBits, folder: Pa
     forward: Delta = {}
 
     def overlaid(name: str) -> np.ndarray:
-        whole = bits(name)
-        if name in forward:
-            whole = whole.copy()
-            whole.reshape(-1)[forward[name].indices] = forward[name].new
-        return whole
+        return after(bits(name), forward.get(name))
 
     for manifest in chain:
         fetched = reader.fetch_delta(manifest, folder, overlaid)
         step = {name: resolve(part, overlaid(name).reshape(-1)[part.indices]) for name, part in fetched.items()}
         forward = compose(forward, step)
-    return {
-        name: TensorDelta(name, part.indices, new=part.old, old=part.new)
-        for name, part in forward.items()
-        if part.old is not None
-    }
+    return inverse(forward)
 
 
 def _difference(reader: BucketReader, head: Manifest, table: TensorTable, bits: OldBits) -> Delta:

@@ -146,9 +146,9 @@ class Sweeper:
 
     def _live_acks(self, now_s: float) -> list[Ack]:
         acks = read_acks(self._reader.store)
-        heard = {ack.server: self._heard.get(ack.server) for ack in acks}
+        before = self._heard
         self._heard = {
-            ack.server: before if (before := heard[ack.server]) is not None and before[0] == ack else (ack, now_s)
+            ack.server: known if (known := before.get(ack.server)) is not None and known[0] == ack else (ack, now_s)
             for ack in acks
         }
         return [ack for ack, since_s in self._heard.values() if now_s - since_s < self._policy.lease_s]

@@ -260,6 +260,24 @@ def change_of_digest(delta: Delta) -> Digest:
     return total
 
 
+def after(bits: np.ndarray, part: TensorDelta | None) -> np.ndarray:
+    """A whole tensor after a change to new bits, in its own shape; the same array where there is none."""
+    if part is None:
+        return bits
+    moved = bits.copy()
+    moved.reshape(-1)[part.indices] = part.new
+    return moved
+
+
+def inverse(delta: Delta) -> Delta:
+    """What takes a delta with old bits back."""
+    return {
+        name: TensorDelta(name, part.indices, new=part.old, old=part.new)
+        for name, part in delta.items()
+        if part.old is not None
+    }
+
+
 def compose(first: Delta, second: Delta) -> Delta:
     """The change that equals `first` followed by `second`.
 

@@ -8,10 +8,8 @@ import functools
 import importlib.util
 import mmap
 import os
-from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,24 +43,19 @@ def use_huge_pages(tensors: Sequence[torch.Tensor]) -> int:
     on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.nbytes]
     if sum(tensor.nbytes for tensor in on_cpu) < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return 0
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return 0
-    mapped = [tuple(int(end, 16) for end in line.split(maxsplit=1)[0].split("-")) for line in lines]
-    starts = [start for start, _ in mapped]
     advise = ctypes.CDLL(None).madvise
-    gathered = set()
-    for tensor in on_cpu:
-        first, last = tensor.data_ptr() // _HUGE_BYTES, (tensor.data_ptr() + tensor.nbytes - 1) // _HUGE_BYTES
-        # neighbours in memory may share the first and the last page, and what reaches outside of a mapping is refused
-        low, high = mapped[bisect_right(starts, tensor.data_ptr()) - 1]
-        first, last = max(first, -(-low // _HUGE_BYTES)), min(last, high // _HUGE_BYTES - 1)
-        for page in range(first, last + 1):
-            if page not in gathered and not advise(
-                ctypes.c_void_p(page * _HUGE_BYTES), ctypes.c_size_t(_HUGE_BYTES), _MADV_COLLAPSE
-            ):
-                gathered.add(page)
+    # page by page: neighbours in memory may share the first and the last, and what reaches outside of a mapping, or
+    # over the seam of two, is refused alone
+    pages = {
+        page
+        for tensor in on_cpu
+        for page in range(tensor.data_ptr() // _HUGE_BYTES, (tensor.data_ptr() + tensor.nbytes - 1) // _HUGE_BYTES + 1)
+    }
+    gathered = [
+        page
+        for page in sorted(pages)
+        if not advise(ctypes.c_void_p(page * _HUGE_BYTES), ctypes.c_size_t(_HUGE_BYTES), _MADV_COLLAPSE)
+    ]
     return len(gathered) * _HUGE_BYTES
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 PUBLIC_KEY = "DELTA_SYNC_PUBLIC_KEY"
 EXIT_REFUSED = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 # what takes longer than this shows how far it is
 PATIENCE_S = 2.0

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 from delta_wire.bucket import BucketReader
@@ -147,10 +147,12 @@ def _run(reader: BucketReader, latest: Manifest) -> Iterator[Finding]:
     """What a server reads when it starts."""
     try:
         restart, table = reader.restart_point(latest), reader.table(latest)
+        recent = islice(reader.walk(latest), _RECENT_VERSIONS)
         missing = [
             ref.key
-            for manifest in islice(reader.walk(latest), _RECENT_VERSIONS)
-            if manifest.version.seq > restart.version.seq and manifest.delta is not None
+            # what lies before the restart point may have been removed, and no server reads it
+            for manifest in takewhile(lambda manifest: manifest.anchor is None, recent)
+            if manifest.delta is not None
             for ref in manifest.delta.objects
             if not reader.store.exists(ref.key)
         ]

@@ -32,12 +32,18 @@ _MAX_SHARES = 16
 _THREADS = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="delta-coding")
 
 
-def max_bytes(table: TensorTable, num_objects: int = 1) -> int:
-    """Upper bound of all files: values at 16 bits, their positions as a bitmap, or one by one in several files."""
-    overhead_bytes = num_objects * (_FIXED_BYTES + _BYTES_PER_TENSOR * len(table))
-    if num_objects > 1:
-        return overhead_bytes + _SCATTERED_BYTES * table.num_params
-    return overhead_bytes + sum(2 * spec.num_elements + spec.num_elements // 8 for spec in table.values())
+class BlobEncoding:
+    """What the encodings in blobs have in common."""
+
+    def check_table(self, table: TensorTable) -> None:
+        """Names do not occur in the file, so any will do."""
+
+    def max_bytes(self, table: TensorTable, num_objects: int = 1) -> int:
+        """Upper bound of all files: values at 16 bits, their positions as a bitmap, or one by one in several files."""
+        overhead_bytes = num_objects * (_FIXED_BYTES + _BYTES_PER_TENSOR * len(table))
+        if num_objects > 1:
+            return overhead_bytes + _SCATTERED_BYTES * table.num_params
+        return overhead_bytes + sum(2 * spec.num_elements + spec.num_elements // 8 for spec in table.values())
 
 
 def encode(delta: Delta, pack: Callable[[Delta], np.ndarray]) -> list[np.ndarray]:

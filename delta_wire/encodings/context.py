@@ -33,17 +33,11 @@ _CLASSES = 256
 _SCALE_BITS = 32
 
 
-class ContextEncoding:
+class ContextEncoding(files.BlobEncoding):
     """Needs the whole old weights on both sides."""
 
     name = "context"
     needs_old_weights = True
-
-    def check_table(self, table: TensorTable) -> None:
-        """Names do not occur in the file, so any will do."""
-
-    def max_bytes(self, table: TensorTable, num_objects: int = 1) -> int:
-        return files.max_bytes(table, num_objects)
 
     def encode(
         self,

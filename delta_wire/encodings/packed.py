@@ -21,17 +21,11 @@ from delta_wire.state import Delta, OldBits, TensorDelta, TensorTable
 NO_VALUES = np.empty(0, dtype=np.uint16)
 
 
-class PackedEncoding:
+class PackedEncoding(files.BlobEncoding):
     """Self-contained but for the old bits at the changed positions."""
 
     name = "packed"
     needs_old_weights = False
-
-    def check_table(self, table: TensorTable) -> None:
-        """Names do not occur in the file, so any will do."""
-
-    def max_bytes(self, table: TensorTable, num_objects: int = 1) -> int:
-        return files.max_bytes(table, num_objects)
 
     def encode(
         self,

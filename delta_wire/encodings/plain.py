@@ -22,6 +22,7 @@ from delta_wire.state import (
     TensorDelta,
     TensorSpec,
     TensorTable,
+    after,
     check_part,
     index_dtype,
     num_changed,
@@ -85,7 +86,7 @@ class PlainEncoding:
                 tensors[name] = (DTYPE, spec.shape, part.new)
                 continue
             if old_bits is not None and part.num_changed * (positions.itemsize + 2) > spec.num_elements * 2:
-                tensors[name] = (DTYPE, spec.shape, partial(_after, part, old_bits))
+                tensors[name] = (DTYPE, spec.shape, partial(_whole, part, old_bits))
                 continue
             shape = (part.num_changed,)
             tensors[name + INDICES] = (
@@ -124,11 +125,9 @@ def _max_header_bytes(table: TensorTable) -> int:
     return _METADATA_BYTES + sum(2 * 6 * len(name.encode()) + _HEADER_BYTES_PER_TENSOR for name in table)
 
 
-def _after(part: TensorDelta, old_bits: OldBits) -> np.ndarray:
+def _whole(part: TensorDelta, old_bits: OldBits) -> np.ndarray:
     """The whole tensor after a change."""
-    bits = old_bits(part.name).reshape(-1).copy()
-    bits[part.indices] = part.new
-    return bits
+    return after(old_bits(part.name), part)
 
 
 def own_metadata(encoding: str, seq: int, changed: int) -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from delta_wire.errors import FormatError, ObjectExistsError, ObjectNotFoundError
+from delta_wire.errors import FormatError, ObjectExistsError, ObjectNotFoundError, StoreUnavailableError
 
 MAX_KEY_CHARS = 512
 # no component begins with a dot: neither `..` nor a hidden (temporary) file is a key
@@ -104,6 +104,14 @@ def check_key(key: str, url: str) -> str:
             f"beginning with a dot, at most {MAX_KEY_CHARS} characters"
         )
     return key
+
+
+def require_whole(url: str, key: str, expected_bytes: int, found_bytes: int) -> None:
+    """Refuse an answer of another length than its server announced."""
+    if found_bytes != expected_bytes:
+        raise StoreUnavailableError(
+            f"{url}/{key}: expected {expected_bytes} bytes, read {found_bytes}; the answer was cut short"
+        )
 
 
 def too_large(url: str, key: str, size_bytes: int, max_bytes: int) -> FormatError:

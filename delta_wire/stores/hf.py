@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
@@ -19,14 +18,13 @@ from delta_wire.errors import (
     SetupError,
     StoreUnavailableError,
 )
-from delta_wire.files import staging, temporary_beside
-from delta_wire.stores.base import ObjectInfo, check_key, exists_already, is_key, too_large
+from delta_wire.files import COPY_BYTES, arriving, staging
+from delta_wire.stores.base import ObjectInfo, check_key, exists_already, is_key, require_whole, too_large
 from delta_wire.stores.hf_client import Client, hub_error
 from delta_wire.stores.hf_feed import Feed
 from delta_wire.stores.patience import Patience, timeout_s
 from delta_wire.stores.recent import Recent
 
-_COPY_BYTES = 1 << 20
 _MAX_REDIRECTS = 5
 # slower uploads than this count as hung
 _LEAST_BYTES_PER_S = 100_000
@@ -90,7 +88,7 @@ class HubStore:
                 return known[1]
             with self._content(key, link) as response:
                 data = response.read(link.size_bytes + 1) if response else b""
-            self._require_whole(key, link, len(data))
+            require_whole(self.url, key, link.size_bytes, len(data))
             self._recent.keep(key, link.xet_hash, data)
             return data
 
@@ -101,20 +99,12 @@ class HubStore:
 
         def fetch(hub: Any) -> None:
             link = self._resolve(hub, key, max_bytes)
-            temporary = temporary_beside(path)
-            try:
-                with staging(path):
-                    out = temporary.open("xb")
-                with out, self._content(key, link) as response:
-                    while response and out.tell() <= link.size_bytes and (part := response.read(_COPY_BYTES)):
+            with arriving(path) as out:
+                with self._content(key, link) as response:
+                    while response and out.tell() <= link.size_bytes and (part := response.read(COPY_BYTES)):
                         with staging(path):
                             out.write(part)
-                    copied = out.tell()
-                self._require_whole(key, link, copied)
-                with staging(path):
-                    os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+                require_whole(self.url, key, link.size_bytes, out.tell())
 
         self._call(key, "read", fetch)
 
@@ -224,12 +214,6 @@ class HubStore:
             raise StoreUnavailableError(
                 f"{self.url}/{key}: cannot read: the storage behind the hub answered {error.code}; try again later"
             ) from None
-
-    def _require_whole(self, key: str, link: _Link, found_bytes: int) -> None:
-        if found_bytes != link.size_bytes:
-            raise StoreUnavailableError(
-                f"{self.url}/{key}: expected {link.size_bytes} bytes, read {found_bytes}; the answer was cut short"
-            )
 
     def _call(self, key: str, action: str, call: Callable[[Any], Any]) -> Any:
         def once() -> Any:

@@ -24,7 +24,7 @@ from delta_wire.errors import (
     StoreRefusedError,
     StoreUnavailableError,
 )
-from delta_wire.files import COPY_BYTES, TEMPORARY_PREFIX, staging, sync_folder, temporary_beside
+from delta_wire.files import COPY_BYTES, TEMPORARY_PREFIX, arriving, staging, sync_folder, temporary_beside
 from delta_wire.stores.base import ObjectInfo, check_key, exists_already, is_key, no_object, too_large
 
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -74,18 +74,11 @@ class LocalStore:
         return data
 
     def get_file(self, key: str, path: Path, max_bytes: int) -> None:
-        with self._errors(key, "read"), self._open(key, max_bytes) as (file, size_bytes):
-            temporary = temporary_beside(path)
-            try:
-                with staging(path), temporary.open("xb") as out:
-                    shutil.copyfileobj(file, out, COPY_BYTES)
-                    copied = out.tell()
-                if copied != size_bytes:
-                    raise self._changed(key, size_bytes, copied)
-                with staging(path):
-                    os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+        with self._errors(key, "read"), self._open(key, max_bytes) as (file, size_bytes), arriving(path) as out:
+            with staging(path):
+                shutil.copyfileobj(file, out, COPY_BYTES)
+            if out.tell() != size_bytes:
+                raise self._changed(key, size_bytes, out.tell())
 
     def put(self, key: str, data: bytes | Path, *, create_only: bool = False) -> None:
         path = self._path(key)

@@ -24,8 +24,8 @@ from delta_wire.errors import (
     StoreRefusedError,
     StoreUnavailableError,
 )
-from delta_wire.files import staging, temporary_beside
-from delta_wire.stores.base import ObjectInfo, check_key, exists_already, is_key, no_object, too_large
+from delta_wire.files import COPY_BYTES, arriving, staging
+from delta_wire.stores.base import ObjectInfo, check_key, exists_already, is_key, no_object, require_whole, too_large
 from delta_wire.stores.patience import CONNECT_TIMEOUT_S, TIMEOUT_VARIABLE, Patience, timeout_s
 from delta_wire.stores.recent import Recent
 
@@ -41,7 +41,6 @@ _METADATA = re.compile(r"/latest/api/token|/latest/meta-data|metadata\.google\.i
 _MULTIPART_FROM_BYTES = 32 << 20
 _PART_BYTES = 8 << 20
 _PARTS_AT_ONCE = 4
-_COPY_BYTES = 1 << 20
 _DELETE_AT_ONCE = 1000
 # (name of the service, environment variables that may name another address of it, where its credentials come from)
 _SERVICES = {
@@ -133,7 +132,7 @@ class ObjectStore:
             else:
                 self._require_size(key, result.meta["size"], max_bytes)
                 data = bytes(result.bytes())
-                self._require_whole(key, result.meta["size"], len(data))
+                require_whole(self.url, key, result.meta["size"], len(data))
                 self._recent.keep(key, result.meta["e_tag"], data)
             self._require_size(key, len(data), max_bytes)
             return data
@@ -147,20 +146,11 @@ class ObjectStore:
             result = obstore.get(client, key)
             size_bytes = result.meta["size"]
             self._require_size(key, size_bytes, max_bytes)
-            temporary = temporary_beside(path)
-            try:
-                with staging(path):
-                    out = temporary.open("xb")
-                with out:
-                    for part in result.stream(min_chunk_size=_COPY_BYTES):
-                        with staging(path):
-                            out.write(part)
-                    copied = out.tell()
-                self._require_whole(key, size_bytes, copied)
-                with staging(path):
-                    os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with arriving(path) as out:
+                for part in result.stream(min_chunk_size=COPY_BYTES):
+                    with staging(path):
+                        out.write(part)
+                require_whole(self.url, key, size_bytes, out.tell())
 
         self._call(key, "read", fetch)
 
@@ -287,12 +277,6 @@ class ObjectStore:
     def _require_size(self, key: str, size_bytes: int, max_bytes: int) -> None:
         if size_bytes > max_bytes:
             raise too_large(self.url, key, size_bytes, max_bytes)
-
-    def _require_whole(self, key: str, expected_bytes: int, found_bytes: int) -> None:
-        if found_bytes != expected_bytes:
-            raise StoreUnavailableError(
-                f"{self.url}/{key}: expected {expected_bytes} bytes, read {found_bytes}; the answer was cut short"
-            )
 
     @contextmanager
     def _errors(self, key: str, action: str) -> Iterator[Any]:

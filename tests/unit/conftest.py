@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from delta_wire.anchors import stream_anchor
 from delta_wire.bucket import BucketReader, BucketWriter, Published
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.container import write_tensors
@@ -103,6 +104,20 @@ class Run:
         delta, digest = self.next_delta()
         assert digest == self.writer.digest + change_of_digest(delta)
         return self.writer.publish(delta, digest=digest, step=self.seed, encoding="plain")
+
+    def publish_anchor(self) -> Published:
+        """A version with a delta and an anchor, in several shards."""
+        delta, digest = self.next_delta()
+        anchor = stream_anchor(
+            self.store,
+            self.table,
+            self.bits.__getitem__,
+            seq=self.writer.next_seq,
+            digest=digest,
+            files=self.base,
+            max_shard_bytes=300,
+        )
+        return self.writer.publish(delta, digest=digest, step=self.seed, anchor=anchor)
 
     def reader(self) -> BucketReader:
         return BucketReader(self.store)

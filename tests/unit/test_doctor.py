@@ -11,6 +11,7 @@ import pytest
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.manifest import Ack, Pointer, manifest_key
 from delta_wire.refs import ObjectRef
+from delta_wire.retention import Policy, plan, sweep
 
 SERVE = "vllm serve {base} --worker-extension-cls vllm_delta.DeltaWorkerExtension --dtype bfloat16"
 
@@ -36,6 +37,17 @@ def healthy(command, bucket, run, monkeypatch, tmp_path):
 def test_nothing_is_found_where_nothing_is_wrong(healthy):
     assert healthy.examine() == []
     assert not (healthy.bucket / "doctor").exists() or not list((healthy.bucket / "doctor").iterdir())
+
+
+def test_what_retention_removed_is_not_missing(healthy):
+    run = healthy.run
+    for _ in range(3):
+        run.publish_anchor()
+    run.publish()
+    # keeps the two newest restart points
+    assert sweep(run.store, plan(run.reader(), Policy(grace_s=0, lease_s=0), now_unix_s=time.time() + 10))
+    run.reader().write_ack(Ack("server-1", run.writer.version, run.writer.digest, "serving", None, 2.0, 1.0))
+    assert not run.store.exists(manifest_key(2)) and healthy.examine() == []
 
 
 def no_bucket(healthy):

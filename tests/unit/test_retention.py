@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from delta_wire.acks import Ack
-from delta_wire.anchors import stream_anchor
 from delta_wire.bucket import BucketReader
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.errors import FormatError, SetupError
@@ -18,26 +17,11 @@ from delta_wire.replay import State, verify
 from delta_wire.retention import Policy, Sweeper, plan, sweep
 
 
-def publish_anchor(run) -> None:
-    """A version with a delta and an anchor, in several shards."""
-    delta, digest = run.next_delta()
-    anchor = stream_anchor(
-        run.store,
-        run.table,
-        run.bits.__getitem__,
-        seq=run.writer.next_seq,
-        digest=digest,
-        files=run.base,
-        max_shard_bytes=300,
-    )
-    run.writer.publish(delta, digest=digest, step=run.seed, anchor=anchor)
-
-
 def make_chain(run, kinds: str) -> None:
     """`d` for a delta, `A` for a version with an anchor."""
     for kind in kinds:
         if kind == "A":
-            publish_anchor(run)
+            run.publish_anchor()
         else:
             run.publish()
 
@@ -69,7 +53,7 @@ def sweeper(run, clock: Clock) -> Sweeper:
 
 
 def test_an_anchor_is_an_ordinary_checkpoint(run, tmp_path: Path):
-    publish_anchor(run)
+    run.publish_anchor()
     latest = run.reader().latest()
     folder = run.reader().fetch_anchor(latest, tmp_path / "anchor")
     checkpoint = Checkpoint(folder)
