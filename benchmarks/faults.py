@@ -415,10 +415,13 @@ def _damage(prefix: str, how: str) -> Callable[[Campaign], None]:
 def _broken(campaign: Campaign, prefix: str, key: str, data: bytes, how: str) -> bytes | None:
     if how == "missing":
         return None
+    if not data:
+        # truncated before this one came
+        return data
     if how == "truncated":
-        return data[: campaign.random.randrange(len(data))] if data else b""
+        return data[: campaign.random.randrange(len(data))]
     if how == "flipped":
-        at = campaign.random.randrange(max(1, len(data)))
+        at = campaign.random.randrange(len(data))
         return data[:at] + bytes([data[at] ^ 1 << campaign.random.randrange(8)]) + data[at + 1 :]
     other = campaign.random.choice(campaign.keys(prefix) or [key])
     return campaign.read(other) or b""
