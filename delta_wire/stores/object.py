@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,100})</Code>")
-_MISSING_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|The specified bucket does not exist")
+_MISSING_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|The specified (?:bucket|container) does not exist")
 # without other credentials a client asks the machine for those of its role
 _METADATA = re.compile(r"/latest/api/token|/latest/meta-data|metadata\.google\.internal|/metadata/identity")
 # a single request holds the whole object in memory and must be sent within the timeout
@@ -51,7 +51,7 @@ _SERVICES = {
     ),
     "gs": (
         "Google Cloud Storage",
-        (),
+        ("GOOGLE_BASE_URL",),
         "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or a role of the machine",
     ),
     "az": (
@@ -187,8 +187,11 @@ class ObjectStore:
                     return
                 # only S3 does not mind objects that do not exist
                 for key in batch:
-                    with suppress(FileNotFoundError):
+                    try:
                         obstore.delete(client, key)
+                    except FileNotFoundError as error:
+                        if _MISSING_BUCKET.search(str(error)):
+                            raise
 
             self._call(batch[0], "delete", remove)
 
