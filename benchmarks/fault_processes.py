@@ -7,6 +7,7 @@ thread that plays the engine and looks at label and weights between any two step
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import logging
@@ -134,6 +135,9 @@ class _Process:
         root.handlers = [self.log]
         root.setLevel(logging.INFO)
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
+        # for a campaign that wonders where this process is
+        stacks = (place.folder / f"stack-{os.getpid()}.txt").open("w")
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         self.connection = connection
         self.place = place
         self.random = random.Random(seed)

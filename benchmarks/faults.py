@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fault_processes import Place, preload, serve, train
 from fault_services import RemoteStore, Service, start
 
-from delta_wire.errors import DeltaError, StoreError
+from delta_wire.errors import DeltaError, ObjectNotFoundError, StoreError
 from delta_wire.manifest import POINTER_KEY
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
@@ -150,6 +150,8 @@ class Campaign:
         self.store.list("")
         # what gets better by itself, and when
         self._repairs: list[tuple[float, Callable[[], None]]] = []
+        # how many misbehaviours of the service have yet to end
+        self._away = 0
         # what was put in an object's place: first content, last damage
         self._damaged: dict[str, tuple[bytes, bytes | None]] = {}
         self.trainer = Child(lambda c, s: train(c, place, s), self.random)
@@ -197,6 +199,7 @@ class Campaign:
             time.sleep(0.004)
         self.result.unrecovered += 1
         self.result.note(f"{what}: not recovered after {self.timeout_s} s: {self._said}; {self._states}")
+        print(self._stacks(), file=sys.stderr)
 
     def _tend(self) -> None:
         """What a supervisor does: start again what has died or given up. And time that heals."""
@@ -304,8 +307,15 @@ class Campaign:
 
     def misbehave(self, begin: Callable[[random.Random], Callable[[], None] | None]) -> None:
         end = begin(self.random)
-        if end is not None:
-            self.later(end, 2.0)
+        if end is None:
+            return
+        self._away += 1
+
+        def back() -> None:
+            end()
+            self._away -= 1
+
+        self.later(back, 2.0)
 
     def any_child(self) -> Child:
         return self.random.choice((self.trainer, self.trainer, *self.servers))
@@ -325,6 +335,10 @@ class Campaign:
             # written anew since
             original = before
         self._damaged[key] = (original, after)
+        # a service that stands still would do it later than it says, when all has been repaired
+        while self._away:
+            self._tend()
+            time.sleep(0.004)
         with suppress(StoreError):
             if after is None:
                 self.store.delete([key])
@@ -332,18 +346,36 @@ class Campaign:
                 self.store.put(key, after)
 
         def repair() -> None:
-            # not over what a trainer has written since
-            if self.read(key) == after:
-                self.store.put(key, original)
-                self._damaged.pop(key, None)
+            try:
+                # not over what a trainer has written since
+                if self._look(key) == after:
+                    self.store.put(key, original)
+                    self._damaged.pop(key, None)
+            except StoreError:
+                # the service does not answer just now
+                self.later(repair)
 
         if not for_good:
             self.later(repair)
 
     def read(self, key: str) -> bytes | None:
         with suppress(DeltaError):
+            return self._look(key)
+        return None
+
+    def _look(self, key: str) -> bytes | None:
+        """An object's content, `None` if there is none; raises if the store does not say."""
+        with suppress(ObjectNotFoundError):
             return self.store.get(key, _MAX_OBJECT_BYTES)
         return None
+
+    def _stacks(self) -> str:
+        """Where each process is."""
+        for child in (self.trainer, *self.servers):
+            child.signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        files = [self.place.folder / f"stack-{child.process.pid}.txt" for child in (self.trainer, *self.servers)]
+        return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files if file.is_file())
 
 
 def _resident_bytes(pid: int | None) -> int:

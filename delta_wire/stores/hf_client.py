@@ -37,6 +37,7 @@ from delta_wire.stores.patience import CONNECT_TIMEOUT_S, TIMEOUT_VARIABLE
 _XET_STATUS = re.compile(r"\((\d{3}) [A-Za-z ]+\)")
 _KEEP_SHARDS = 64
 _PRUNE_EVERY = 64
+_ABORT_AGAIN_S = 1.0
 _limit_s: ContextVar[float | None] = ContextVar("delta_wire_hub_limit_s", default=None)
 _scratch_lock = threading.Lock()
 _scratch: Path | None = None
@@ -90,18 +91,26 @@ class Client:
         Another upload of this process that is under way at that moment ends, too.
         """
         from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-        from huggingface_hub.utils._xet import abort_xet_session
+        from huggingface_hub.utils._xet import abort_xet_session, get_xet_session
 
-        watchdog = threading.Timer(seconds, abort_xet_session)
-        watchdog.daemon = True
-        watchdog.start()
+        session, ended = get_xet_session(), threading.Event()
+
+        def watch() -> None:
+            pause_s = seconds
+            while not ended.wait(pause_s):
+                session.sigint_abort()
+                # forgets the session; an upload that has only begun since has another one, which must end, too
+                abort_xet_session()
+                pause_s = _ABORT_AGAIN_S
+
+        threading.Thread(target=watch, name="delta-upload-limit", daemon=True).start()
         quiet = are_progress_bars_disabled()
         try:
             if not quiet:
                 disable_progress_bars()
             yield
         finally:
-            watchdog.cancel()
+            ended.set()
             if not quiet:
                 enable_progress_bars()
 
