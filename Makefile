@@ -31,9 +31,9 @@ $(READY): requirements/cpu.txt pyproject.toml tools/make_env.sh
 demo: $(READY)
 	$(BIN)/python examples/quickstart_cpu.py --model $(MODEL) $(if $(BUCKET),--bucket "$(BUCKET)") $(DEMO_ARGS)
 
-# the long one first, on one of two cores; what starts servers and trainers comes after, one at a time
+# what starts servers and trainers comes after the rest, one at a time
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) tests/unit/test_states.py tests/kernels tests/properties tests/unit
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) tests/kernels tests/properties tests/unit
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/integration
 
 matrix: $(READY)
