@@ -96,12 +96,12 @@ class Client:
         session, ended = get_xet_session(), threading.Event()
 
         def watch() -> None:
-            pause_s = seconds
-            while not ended.wait(pause_s):
-                session.sigint_abort()
-                # forgets the session; an upload that has only begun since has another one, which must end, too
+            if not ended.wait(seconds):
                 abort_xet_session()
-                pause_s = _ABORT_AGAIN_S
+            # that ends and forgets the session: what has only begun since runs in another one, and must end, too
+            while not ended.wait(_ABORT_AGAIN_S):
+                session.sigint_abort()
+                abort_xet_session()
 
         threading.Thread(target=watch, name="delta-upload-limit", daemon=True).start()
         quiet = are_progress_bars_disabled()

@@ -188,6 +188,19 @@ def test_an_upload_that_fails_anywhere_leaves_the_old_object_or_the_new_one(hub,
     assert store.get("k", 2000) == content
 
 
+def test_an_upload_that_begins_only_after_its_limit_ends_all_the_same(hub, store, monkeypatch):
+    # on a machine that was busy; the client itself would wait for this answer for ever
+    monkeypatch.setattr(hf_client, "_ABORT_AGAIN_S", 0.3)
+    hub.fault("POST /v1/shards", times=1000, hang=True)
+    client = hf_client.Client(1.0)
+    with client.guarded() as api, pytest.raises(RuntimeError, match="cancelled"), client.upload(0.1):
+        time.sleep(0.3)
+        api.batch_bucket_files("team/weights", add=[(os.urandom(2000), "runs/1/k")])
+    hub.heal()
+    store.put("k", b"after")
+    assert store.get("k", 5) == b"after"
+
+
 @pytest.mark.parametrize("fault", ["status", "hang", "close", "truncate"])
 def test_content_that_does_not_arrive_leaves_no_file(hub, store, impatient, tmp_path, fault):
     content = os.urandom(300_000)
