@@ -17,8 +17,13 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import tiny_form
 
 WORDS = (Path(__file__).parent / "words.txt").read_text().split()
 LETTERS = 5
@@ -52,10 +57,13 @@ def make_rows(num_rows: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def score(text: str, word: str, guesses: list[str], hints: list[str]) -> float:
-    """0 to 2: 0.1 for five letters, up to 0.9 for agreeing with the hints, 1 for the word itself."""
+    """0 to 2: 0.1 for five letters, up to 0.9 for agreeing with the hints, 1 for the word itself.
+
+    Anything else gets up to 0.05 for its letters, so that the guesses of a group differ before any has the form.
+    """
     guess = text.strip().lower().rstrip(".")
     if not re.fullmatch(r"[a-z]{5}", guess):
-        return 0.0
+        return 0.05 * len(re.findall(r"[a-z]", guess)) / max(1, len(guess))
     agreeing = sum(hint(before, guess) == marks for before, marks in zip(guesses, hints, strict=True))
     return 0.1 + 0.9 * agreeing / len(hints) + (guess == word)
 
@@ -79,6 +87,7 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="default: Qwen/Qwen3-0.6B")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps; default: 300")
     parser.add_argument("--show", type=int, metavar="N", help="only print so many games and their rewards")
+    tiny_form.add_option(parser)
     arguments = parser.parse_args()
     if arguments.show:
         for row in make_rows(arguments.show):
@@ -93,21 +102,24 @@ def main() -> None:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
     from trl_delta import attach
+    from trl_delta.cpu import cpu_training
 
-    trainer = AsyncGRPOTrainer(
-        model=arguments.model,
-        reward_funcs=reward,
-        train_dataset=Dataset.from_list(make_rows(4096)),
-        args=AsyncGRPOConfig(
-            output_dir="runs/wordle",
-            max_steps=arguments.steps,
-            learning_rate=1e-6,
-            num_generations=8,
-            max_completion_length=512,
-            vllm_server_base_url=arguments.server,
-            logging_steps=1,
-        ),
-    )
+    settings: dict[str, Any] = {
+        "output_dir": "runs/wordle",
+        "max_steps": arguments.steps,
+        "learning_rate": 1e-6,
+        "num_generations": 8,
+        "max_completion_length": 512,
+        "vllm_server_base_url": arguments.server,
+        "logging_steps": 1,
+    }
+    with cpu_training() if arguments.tiny else nullcontext():
+        trainer = AsyncGRPOTrainer(
+            model=arguments.model,
+            reward_funcs=reward,
+            train_dataset=Dataset.from_list(make_rows(4096)),
+            args=AsyncGRPOConfig(**settings | (tiny_form.SETTINGS if arguments.tiny else {})),
+        )
     attach(trainer, bucket=arguments.bucket)
     trainer.train()
 

@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from vllm_server import WarmStart, serve
+
+from delta_wire.bucket import BucketReader
+from delta_wire.replay import verify
+from delta_wire.stores import open_store
 
 pytestmark = pytest.mark.e2e
 
@@ -43,3 +48,21 @@ def test_grpo_generates_with_the_weights_of_its_step(tmp_path):
     assert summary["passed"] is True and summary["version_served"] == summary["versions_published"]
     assert [step["step"] for step in summary["steps"]] == [1, 2, 3, 4]
     assert "equal to the trainer in every bit" in done.stdout and "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("example", ["async_grpo_math.py", "wordle_space/train_wordle.py"])
+def test_a_trainer_and_a_server_elsewhere(warm: WarmStart, tiny_model, tmp_path: Path, example: str):
+    """What both need on two machines, on one: the trainer knows two addresses and nothing else."""
+    model, bucket = tiny_model("qwen3"), tmp_path / "bucket"
+    environment = {"DELTA_SYNC_BUCKET": str(bucket), "DELTA_SYNC_POLL_S": "0.1"}
+    flags = ["--worker-extension-cls=vllm_delta.DeltaWorkerExtension", "--logprobs-mode=processed_logprobs"]
+    with serve(model, tmp_path / "server.log", *flags, env=environment, start=warm) as server:
+        command = [sys.executable, str(EXAMPLES / example), "--tiny", "--model", str(model)]
+        command += ["--bucket", str(bucket), "--server", server.url]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        newest = BucketReader(open_store(bucket)).latest()
+        assert newest is not None and newest.step == 3
+        server.wait(lambda s: s["version"] == str(newest.version), "the weights of the last step")
+        assert server.verify()["digest"] == str(newest.digest)
+    assert all(check.ok for check in verify(BucketReader(open_store(bucket))))
