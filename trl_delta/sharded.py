@@ -316,9 +316,19 @@ class ShardedPublisher(Publisher):
         return self._act_on(told, True)
 
     @property
+    def stopped(self) -> Exception | None:
+        # the first process knows of an error before all act on it
+        return self.failure or self._error
+
+    @property
+    def has_room(self) -> bool:
+        with self._changed:
+            return self._under_way() < _MAX_BEGUN
+
+    @property
     def newest_seq(self) -> int:
         with self._changed:
-            return self._durable_seq + len(self._begun) + (self._in_flight is not None)
+            return self._durable_seq + self._under_way()
 
     def submit(self, delta: Delta, *, digest: Digest, step: int) -> None:
         """Hand over what this process changed by a step whose turn it is; the same steps on every process."""
@@ -331,8 +341,8 @@ class ShardedPublisher(Publisher):
     def wait(self, timeout_s: float) -> bool:
         """Wait until the last version is durable; `False` when time runs out or publishing has stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._drained() or self._stopped() is not None, timeout_s)
-            self.failure = self._stopped()
+            self._changed.wait_for(lambda: self._drained() or self.stopped is not None, timeout_s)
+            self.failure = self.stopped
             return self._drained()
 
     def close(self, timeout_s: float) -> bool:
@@ -345,11 +355,11 @@ class ShardedPublisher(Publisher):
                 logger.debug("delta sync: %s", error)
         return durable
 
-    def _stopped(self) -> Exception | None:
-        return self.failure or self._error
+    def _under_way(self) -> int:
+        return len(self._begun) + (self._in_flight is not None)
 
     def _drained(self) -> bool:
-        return not self._begun and self._in_flight is None
+        return self._under_way() == 0
 
     def _hear(self, key: str, timeout_s: float) -> dict[str, Any]:
         told = self._ranks.wait_for(key, timeout_s)
@@ -359,7 +369,7 @@ class ShardedPublisher(Publisher):
 
     def _promise_next(self, publishes: bool) -> None:
         with self._changed:
-            begun = len(self._begun) + (self._in_flight is not None) + publishes
+            begun = self._under_way() + publishes
         self._promise = self._stop_or({"publish": begun < _MAX_BEGUN})
         self._ranks.put(f"turn/{self._calls + 1}", self._promise)
         # training in step keeps processes within one step of each other

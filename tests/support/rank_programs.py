@@ -47,7 +47,9 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed.tensor",
         "transformers.models.llama.modeling_llama",
         "transformers.trainer",
-        "trl_delta.callback",
+        "trl.experimental.async_grpo",
+        "trl.trainer.grpo_trainer",
+        "trl_delta.transfer",
     ]
 )
 
