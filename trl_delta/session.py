@@ -127,9 +127,11 @@ class DeltaSyncSession:
         )
         self._model = model
         self._last_step = self._extracted_step = step
-        anchors = None
+        anchors = replayed = None
         if writer is not None:
-            if ranks.count == 1:
+            if ranks.count > 1:
+                replayed = self._upkeep.replayed_anchors(writer)
+            else:
                 anchors = self._upkeep.anchors(writer, lambda: self._save_files(model, processing_class, base))
             self._upkeep.keep(writer)
         self.publisher = make_publisher(
@@ -144,6 +146,7 @@ class DeltaSyncSession:
             step=step,
             encoding=self.config.delta_sync_encoding,
             anchors=anchors,
+            replayed=replayed,
             snapshot=self._bits_of(live, base),
         )
         self.watcher = AckWatcher(

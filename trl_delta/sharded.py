@@ -30,6 +30,7 @@ from delta_wire.state import Delta, OldBits, TensorTable
 from delta_wire.stores import Store
 from trl_delta.publisher import Publisher, _Item
 from trl_delta.ranks import RankError, Ranks
+from trl_delta.replica import ReplayedAnchors
 
 logger = logging.getLogger(__name__)
 # versions begun and not finished: one being uploaded, one extracted and waiting
@@ -65,6 +66,7 @@ class PartWriter:
         next_seq (`int`): number of the next; those of a trainer that died may lie in between.
         writer ([`~delta_wire.bucket.BucketWriter`], *optional*): on the first process.
         shards (`dict`): in whose rows the changes of a tensor are coded, by checkpoint name.
+        anchors ([`~trl_delta.replica.ReplayedAnchors`], *optional*): on the first process.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class PartWriter:
         next_seq: int,
         writer: BucketWriter | None,
         shards: dict[str, Shard],
+        anchors: ReplayedAnchors | None = None,
     ):
         self.store = store
         self.cancelled: Callable[[], bool] = lambda: False
@@ -85,6 +88,7 @@ class PartWriter:
         self._next_seq = next_seq
         self._writer = writer
         self._shards = shards
+        self._anchors = anchors
         self._number = 0
         self._round: _Round | None = None
 
@@ -119,7 +123,8 @@ class PartWriter:
             step (`int`, *optional*): optimizer step.
             encoding (`str`): of the parts.
             old_bits (`Callable`, *optional*): bits of the tensors' rows that this process owns, before the change.
-            anchor ([`~delta_wire.manifest.AnchorPart`], *optional*): refused; no process has the whole weights.
+            anchor ([`~delta_wire.manifest.AnchorPart`], *optional*): refused; no process has the whole weights. Those
+                of [`~trl_delta.replica.ReplayedAnchors`] need none.
 
         Returns:
             [`~delta_wire.bucket.Published`]: the same on every process; of the version before if nothing changed.
@@ -182,7 +187,10 @@ class PartWriter:
                 f"{self.store.url}: version {self.next_seq} would have digest {found}, the processes hold weights "
                 f"with {expected}; their parts do not begin at version {self.version}"
             )
-        published = self._writer.commit(parts, step=step) if parts else None
+        published = self._writer.commit(parts, step=step, make_anchor=self._make_anchor) if parts else None
+        if published is not None and self._anchors is not None:
+            self._anchors.published(published.manifest)
+        self._ranks.remove(self._key("anchor"))
         for rank in range(self._ranks.count):
             self._ranks.remove(self._key(rank))
         # whoever has delivered its part has read how the round before ended
@@ -190,6 +198,12 @@ class PartWriter:
         manifest = published and published.manifest
         self._ranks.put(self._key("end"), {"manifest": manifest and manifest.to_bytes().decode()})
         return manifest
+
+    def _make_anchor(self, manifest: Manifest) -> AnchorPart | None:
+        if self._anchors is None or not self._anchors.ready:
+            return None
+        self._ranks.put(self._key("anchor"), True)
+        return self._anchors.make_for(manifest)
 
     def _gather(self) -> tuple[list[Part], Digest]:
         parts: list[Part] = []
@@ -215,13 +229,15 @@ class PartWriter:
         rank = 0 if who == "end" else who
         told = self._ranks.wait_for(self._key(who), _SLOW_AFTER_S, self.cancelled)
         if told is None and not self.cancelled():
-            logger.warning(
-                "delta sync: rank %s has not delivered %s for %.0f s; training goes on, and what it changes is in the "
-                "next version. If that process has died, restart the training.",
-                rank,
-                what,
-                _SLOW_AFTER_S,
-            )
+            # a checkpoint takes its time
+            if self._ranks.find(self._key("anchor")) is None:
+                logger.warning(
+                    "delta sync: rank %s has not delivered %s for %.0f s; training goes on, and what it changes is in "
+                    "the next version. If that process has died, restart the training.",
+                    rank,
+                    what,
+                    _SLOW_AFTER_S,
+                )
             told = self._ranks.wait_for(self._key(who), float("inf"), self.cancelled)
         if told is None:
             raise Abandoned(f"rank {rank} has not delivered {what}")

@@ -17,6 +17,7 @@ from rank_programs import (
 )
 
 from delta_wire.bucket import BucketReader
+from delta_wire.checkpoint import Checkpoint
 from delta_wire.replay import checkout, materialise, verify
 from delta_wire.state import resolve
 from delta_wire.stores import open_store
@@ -93,6 +94,27 @@ def test_a_real_trainer_publishes_the_same_run_on_one_process_and_under_fsdp2(ba
         assert_same_run(reader_of(tmp_path / "sharded"), reader_of(tmp_path / "single"), tmp_path) == [count] * STEPS
     )
     assert results[0]["logged"] == [1, 2, 3]
+
+
+def test_anchors_are_made_without_the_weights(base: Path, tmp_path: Path):
+    """Out of the bucket: the first from the checkpoint that training began with, the second from the first."""
+    before = Checkpoint(base).digest()
+    results = run_ranks(2, train, str(base), str(tmp_path), "fsdp2", "context", 4, 0.01)
+    assert all(result["finished"] and result["left_no_files"] for result in results)
+    sharded, single = reader_of(tmp_path / "sharded"), reader_of(tmp_path / "single")
+    assert assert_same_run(sharded, single, tmp_path) == [2] * 4
+    anchored = [manifest for seq in (2, 4) if (manifest := sharded.manifest(seq)).anchor is not None]
+    assert len(anchored) == 2
+    for manifest in anchored:
+        folder = sharded.fetch_anchor(manifest, tmp_path / f"anchor-{manifest.version.seq}")
+        found = Checkpoint(folder)
+        assert found.digest() == manifest.digest
+        with materialise(single, single.manifest(manifest.version.seq)) as state:
+            for name in state.table:
+                assert np.array_equal(found.bits(name), state.bits(name)), name
+        assert load(folder).config.hidden_size == 36
+    assert all(check.ok for check in verify(sharded))
+    assert Checkpoint(base).digest() == before
 
 
 @pytest.mark.parametrize("lost", [0, 2])

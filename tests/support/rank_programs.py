@@ -153,11 +153,20 @@ def batches(rank: int, steps: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, 515, (2, 16), generator=random)
 
 
-def train(rank: int, count: int, base: str, bucket: str, kind: str, encoding: str, steps: int) -> dict[str, Any]:
+def train(
+    rank: int,
+    count: int,
+    base: str,
+    bucket: str,
+    kind: str,
+    encoding: str,
+    steps: int,
+    anchor_factor: float = 1.0,
+) -> dict[str, Any]:
     """Train and publish; beside it, on the first rank, one process publishes the gathered weights after each step."""
     model = wrap(load(Path(base)), kind, count)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = DeltaSyncConfig(delta_sync_encoding=encoding)
+    config = DeltaSyncConfig(delta_sync_encoding=encoding, delta_sync_anchor_factor=anchor_factor)
     session = DeltaSyncSession(f"{bucket}/sharded", config)
     session.start(model, world_size=count)
     single, alone = load(Path(base)), None
@@ -176,11 +185,13 @@ def train(rank: int, count: int, base: str, bucket: str, kind: str, encoding: st
             assert alone.publisher.wait(WAIT_S)
         # a version of every step, as the other one publishes
         assert session.publisher.wait(WAIT_S)
+        _await_replay(session)
     finished = session.finish()
     if alone is not None:
         assert alone.finish()
     return {
         "finished": finished,
+        "left_no_files": (anchors := session._upkeep._replayed) is None or anchors._folder is None,
         "held_bytes": session.detector.num_bytes,
         "versions": [record.seq for record in session.publisher.records],
     }
@@ -237,6 +248,15 @@ def train_with_trainer(rank: int, count: int, base: str, folder: str, steps: int
         "versions": [record.seq for record in callback.session.publisher.records],
         "logged": [entry["delta/version"] for entry in trainer.state.log_history if "delta/version" in entry],
     }
+
+
+def _await_replay(session: DeltaSyncSession) -> None:
+    """If an anchor is due, until the next version gets one, however slow the machine is."""
+    anchors = session._upkeep._replayed
+    until_s = time.monotonic() + WAIT_S
+    while anchors is not None and anchors.due and not anchors.ready:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def _move(model: torch.nn.Module, step: int) -> None:
