@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -252,13 +252,20 @@ class BucketWriter:
             self._begin(manifest, delta)
         return Published(manifest, manifest.delta.size_bytes if manifest.delta else 0, time.monotonic() - began_s)
 
-    def commit(self, parts: Sequence[Part], *, step: int | None) -> Published:
+    def commit(
+        self,
+        parts: Sequence[Part],
+        *,
+        step: int | None,
+        make_anchor: Callable[[Manifest], AnchorPart | None] | None = None,
+    ) -> Published:
         """Publish the next version out of parts that other processes have uploaded.
 
         Args:
             parts (list of [`~delta_wire.parts.Part`]): all of the version, at least one, made for
                 [`BucketWriter.next_seq`].
             step (`int`, *optional*): optimizer step.
+            make_anchor (`Callable`, *optional*): may upload a checkpoint of the new state, given its manifest.
 
         The digest is that of the newest version plus the parts' changes. After a
         [`~delta_wire.errors.StoreError`] call again with the same parts until it succeeds: the version may be
@@ -277,6 +284,9 @@ class BucketWriter:
             digest = sum((part.change for part in parts), self.digest)
             changed_params = sum(part.changed_params for part in parts)
             pending = self._manifest(DeltaPart(encoding, refs), digest, step, None, changed_params)
+            anchor = None if make_anchor is None else make_anchor(pending)
+            if anchor is not None:
+                pending = self._manifest(DeltaPart(encoding, refs), digest, step, anchor, changed_params)
             self._pending = (pending, {})
         # the same bytes in every try: whichever of them arrives is this version
         self._commit(pending)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +38,16 @@ class Checkpoint:
     Args:
         folder (`Path`): holds `model.safetensors`, or shards and `model.safetensors.index.json`.
         private (`bool`, *optional*, defaults to `False`): arrays can be written to without changing the files.
+        in_place (`bool`, *optional*, defaults to `False`): arrays can be written to, which changes the files.
     """
 
-    def __init__(self, folder: str | Path, *, private: bool = False):
+    def __init__(self, folder: str | Path, *, private: bool = False, in_place: bool = False):
         self.folder = Path(folder)
         try:
             self.layout = _read_layout(self.folder)
             files = {
-                file: TensorFile(self.folder / file, private=private) for file in dict.fromkeys(self.layout.values())
+                file: TensorFile(self.folder / file, private=private, in_place=in_place)
+                for file in dict.fromkeys(self.layout.values())
             }
         except FileNotFoundError as error:
             raise SetupError(f"{self.folder}: {error.filename} is missing; the checkpoint is not complete") from error
@@ -97,6 +100,12 @@ class Checkpoint:
     def other_files(self) -> list[str]:
         """Relative paths of everything that is not weights: configuration, tokenizer, chat templates, code."""
         return other_files(self.folder)
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy everything that belongs to the checkpoint into an existing folder."""
+        for name in (*self.other_files(), *self.weight_files()):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(self.folder / name, folder / name)
 
     def weight_files(self) -> list[str]:
         """Names of the files that hold the weights, and of their index."""

@@ -102,6 +102,8 @@ class TensorFile:
         max_header_bytes (`int`, *optional*): refuse a longer header; parsing takes ten times its size.
         private (`bool`, *optional*, defaults to `False`): arrays can be written to; the file never changes, touched
             pages become private copies.
+        in_place (`bool`, *optional*, defaults to `False`): arrays can be written to, which changes the file; touched
+            pages take no memory for good.
     """
 
     def __init__(
@@ -111,16 +113,17 @@ class TensorFile:
         *,
         max_header_bytes: int = MAX_HEADER_BYTES,
         private: bool = False,
+        in_place: bool = False,
     ):
         self.path = Path(path)
         self.source = source or str(path)
-        with open(path, "rb") as file:
+        with open(path, "r+b" if in_place else "rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes < _LENGTH.size:
                 raise FormatError(
                     f"{self.source}: {size_bytes} bytes are no safetensors file; it is truncated or foreign"
                 )
-            access = mmap.ACCESS_COPY if private else mmap.ACCESS_READ
+            access = mmap.ACCESS_WRITE if in_place else mmap.ACCESS_COPY if private else mmap.ACCESS_READ
             # kept alive by the arrays over it, also when the file has been deleted
             self._map = mmap.mmap(file.fileno(), 0, access=access)
         (header_bytes,) = _LENGTH.unpack(self._map[: _LENGTH.size])

@@ -31,24 +31,40 @@ from delta_wire.state import DTYPE, Delta, change_of_digest, resolve
 
 
 class State:
-    """All bits of a version, in memory; only what has changed since its anchor takes room.
+    """All bits of a version; only what has changed since its anchor takes room in memory.
 
     Args:
         reader ([`~delta_wire.bucket.BucketReader`]): where deltas come from.
         anchor ([`~delta_wire.manifest.Manifest`]): a version with an anchor.
         folder (`Path`): for downloads; must stay until the state is not used any more.
         base_folder (`Path`, *optional*): a copy of the anchor's checkpoint, used in place of it.
+        in_place (`bool`, *optional*, defaults to `False`): the state is kept in files of `folder`, a checkpoint that
+            changes as versions are applied, and nothing of it in memory.
 
     Raises [`BaseMismatchError`] unless the checkpoint has exactly the digest of the anchor's version.
     """
 
-    def __init__(self, reader: BucketReader, anchor: Manifest, folder: Path, base_folder: Path | None = None):
+    def __init__(
+        self,
+        reader: BucketReader,
+        anchor: Manifest,
+        folder: Path,
+        base_folder: Path | None = None,
+        *,
+        in_place: bool = False,
+    ):
         self.reader = reader
         self._folder = folder
         self.version = anchor
         self.table = reader.table(anchor)
-        base_folder = base_folder or reader.fetch_anchor(anchor, folder / _anchor_folder(anchor))
-        self.checkpoint = Checkpoint(base_folder, private=True)
+        own = folder / _anchor_folder(anchor)
+        base_folder = base_folder or reader.fetch_anchor(anchor, own)
+        if in_place and base_folder != own:
+            # a checkpoint of somebody else's stays as it is
+            own.mkdir()
+            Checkpoint(base_folder).copy_to(own)
+            base_folder = own
+        self.checkpoint = Checkpoint(base_folder, private=not in_place, in_place=in_place)
         self.table.require_same(self.checkpoint.table(), f"version {anchor.version}", str(base_folder))
         found = self.recompute()
         if found != anchor.digest:

@@ -51,7 +51,7 @@ class AnchorMaker:
         try:
             return stream_anchor(self._store, self._table, bits, seq=seq, digest=digest, files=self._files)
         except StoreError as error:
-            self._due_bytes = self._chain_bytes + self._price_bytes / 10
+            self._wait_longer()
             logger.warning("delta sync: no anchor for version %d this time: %s", seq, error)
             return None
 
@@ -61,6 +61,9 @@ class AnchorMaker:
             self._chain_bytes, self._due_bytes = 0, self._price_bytes
         elif manifest.delta is not None:
             self._chain_bytes += manifest.delta.size_bytes
+
+    def _wait_longer(self) -> None:
+        self._due_bytes = self._chain_bytes + self._price_bytes / 10
 
 
 def _chain_bytes(reader: BucketReader, newest: Manifest) -> int:

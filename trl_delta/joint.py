@@ -17,6 +17,7 @@ from trl_delta.detector import Detector, live_bits
 from trl_delta.names import LiveTensor
 from trl_delta.publisher import Publisher
 from trl_delta.ranks import Ranks
+from trl_delta.replica import ReplayedAnchors
 from trl_delta.sharded import PartWriter, ShardedPublisher
 from trl_delta.shards import coding_shards, is_sharded, own_tensors, whole_tensor
 
@@ -80,6 +81,7 @@ def make_publisher(
     step: int,
     encoding: str,
     anchors: AnchorMaker | None = None,
+    replayed: ReplayedAnchors | None = None,
     snapshot: OldBits | None = None,
 ) -> Publisher:
     """A publisher of what this process owns.
@@ -96,11 +98,12 @@ def make_publisher(
         step (`int`): optimizer step.
         encoding (`str`): of the deltas.
         anchors, snapshot (*optional*): see [`Publisher`]; on one process only, for it takes the whole weights.
+        replayed ([`ReplayedAnchors`], *optional*): on the first of several.
     """
     mirror = detector.copy_bits(live) if encodings.get(encoding).needs_old_weights else None
     if writer is not None and ranks.count == 1:
         return Publisher(writer, step=step, encoding=encoding, mirror=mirror, anchors=anchors, snapshot=snapshot)
     shards = coding_shards(live, table, needs_all_rows=mirror is not None)
     starts = {name: entry.start for entry in live for name in entry.names}
-    parts = PartWriter(ranks.clone(), store, table, head, next_seq, writer, shards)
+    parts = PartWriter(ranks.clone(), store, table, head, next_seq, writer, shards, replayed)
     return ShardedPublisher(ranks, parts, starts=starts, step=step, encoding=encoding, mirror=mirror)

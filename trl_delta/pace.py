@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from math import inf
 
 from delta_wire.errors import SetupError
@@ -49,17 +50,27 @@ class Pace:
         Returns:
             `bool`: whether they are.
         """
-        timeout_s, poll_s = self._config.delta_sync_lag_timeout_s, min(self._config.delta_sync_ack_poll_s, _LOOK_S)
-        deadline_s = time.monotonic() + (timeout_s if self._waits else 0)
-        while self.lag_versions > max_lag:
-            if self._publisher.failure is not None:
-                return False
-            if time.monotonic() >= deadline_s:
-                self._report(max_lag, timeout_s)
-                return False
-            time.sleep(poll_s)
-        self._waits = True
-        return True
+        reached = self._wait(
+            lambda: self.lag_versions <= max_lag,
+            lambda: (
+                f"expected servers at most {max_lag} version(s) behind version {self._publisher.newest_seq}, found "
+                f"{self._served()}"
+            ),
+        )
+        # whether there is room says nothing of the servers
+        self._waits = self._waits or reached
+        return reached
+
+    def wait_for_room(self) -> bool:
+        """Wait until the publisher can take another delta; bounded likewise.
+
+        Returns:
+            `bool`: whether it can.
+        """
+        return self._wait(
+            lambda: self._publisher.has_room,
+            lambda: f"expected version {self._publisher.durable_seq + 1} in the bucket, found {self._served()}",
+        )
 
     def require_served(self, seq: int, timeout_s: float) -> None:
         """Wait until servers serve a version; [`SetupError`] with what they say instead when time is up."""
@@ -76,12 +87,25 @@ class Pace:
             f"DELTA_SYNC_BUCKET={self._bucket} in its environment, or look at its log."
         )
 
-    def _report(self, max_lag: int, timeout_s: float) -> None:
-        served = self._watcher.seq
+    def _served(self) -> str:
+        return "none that serves" if self._watcher.seq is None else f"version {self._watcher.seq}"
+
+    def _wait(self, reached: Callable[[], bool], missing: Callable[[], str]) -> bool:
+        timeout_s, poll_s = self._config.delta_sync_lag_timeout_s, min(self._config.delta_sync_ack_poll_s, _LOOK_S)
+        deadline_s = time.monotonic() + (timeout_s if self._waits else 0)
+        while not reached():
+            if self._publisher.stopped is not None:
+                return False
+            if time.monotonic() >= deadline_s:
+                self._report(missing(), timeout_s)
+                return False
+            time.sleep(poll_s)
+        return True
+
+    def _report(self, missing: str, timeout_s: float) -> None:
         said = (
-            f"delta sync: {self._bucket}: expected servers at most {max_lag} version(s) behind version "
-            f"{self._publisher.newest_seq}, found {'none that serves' if served is None else f'version {served}'} "
-            f"after {timeout_s:g} s (delta_sync_lag_timeout_s). Look at GET /delta/status of the servers."
+            f"delta sync: {self._bucket}: {missing} after {timeout_s:g} s (delta_sync_lag_timeout_s). Look at GET "
+            "/delta/status of the servers."
         )
         if self._config.delta_sync_on_failure == "stop":
             raise SetupError(said)

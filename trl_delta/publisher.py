@@ -141,6 +141,16 @@ class Publisher:
         return self._durable_seq
 
     @property
+    def stopped(self) -> Exception | None:
+        """What has ended publishing; `None` while it goes on."""
+        return self.failure
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another delta can be handed over. Here always: it is folded into the one that waits."""
+        return True
+
+    @property
     def newest_seq(self) -> int:
         """Sequence number that the newest weights handed over will have, once all on its way is durable."""
         with self._changed:
@@ -192,7 +202,7 @@ class Publisher:
     def wait(self, timeout_s: float) -> bool:
         """Wait until everything handed over is durable; `False` when time runs out or publishing has stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._drained() or self.failure is not None, timeout_s)
+            self._changed.wait_for(lambda: self._drained() or self.stopped is not None, timeout_s)
             return self._drained()
 
     def close(self, timeout_s: float) -> bool:

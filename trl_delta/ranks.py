@@ -15,8 +15,8 @@ from typing import Any
 
 from delta_wire.errors import DeltaError, SetupError
 
-# at the start ranks may still be loading or compiling
-_START_TIMEOUT_S = 900.0
+# ranks may still be loading or compiling
+_EXCHANGE_TIMEOUT_S = 900.0
 _LEAVE_TIMEOUT_S = 5.0
 _POLL_MIN_S, _POLL_MAX_S = 0.0005, 0.05
 _NUMBERS = itertools.count()
@@ -94,27 +94,32 @@ class Ranks:
         """Forget a key that everybody has read."""
         self._call(lambda store: store.delete_key(self._key(key)))
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Values of all ranks, in their order. Called by all; at the start only, for it waits for the slowest."""
+    def exchange(self, value: Any, timeout_s: float = _EXCHANGE_TIMEOUT_S) -> list[Any]:
+        """Values of all ranks, in their order. Called by all where training stands still anyway: it waits for the
+        slowest."""
         if self.count == 1:
             return [value]
         self._exchanges += 1
         self.put(f"exchange/{self._exchanges}/{self.rank}", [value])
         found = []
         for rank in range(self.count):
-            entry = self.wait_for(f"exchange/{self._exchanges}/{rank}", _START_TIMEOUT_S)
+            entry = self.wait_for(f"exchange/{self._exchanges}/{rank}", timeout_s)
             if entry is None:
                 raise RankError(
-                    f"rank {rank} of {self.count} did not start delta sync within {_START_TIMEOUT_S:.0f} s of rank "
-                    f"{self.rank}; every process needs the callback. Look at its log."
+                    f"rank {rank} of {self.count} has not come to where rank {self.rank} waits for it within "
+                    f"{timeout_s:.0f} s; every process needs the callback. Look at its log."
                 )
             found += entry
+        # whoever has put something into this one has read all of the one before
+        if self._exchanges > 1:
+            self.remove(f"exchange/{self._exchanges - 1}/{self.rank}")
         return found
 
-    def all_do(self, action: Callable[[], Any]) -> list[Any]:
+    def all_do(self, action: Callable[[], Any], takes_s: float = 0.0) -> list[Any]:
         """Run an action everywhere; its values of all ranks, or an error everywhere if it failed anywhere.
 
-        The values must be JSON. A rank on which the action failed raises its own error, the others a [`RankError`].
+        The values must be JSON. A rank on which the action failed raises its own error, the others a [`RankError`],
+        also if a rank takes much longer than `takes_s`.
         """
         own: Exception | None = None
         value = None
@@ -124,17 +129,18 @@ class Ranks:
             if self.count == 1:
                 raise
             own = error
-        found = self.exchange({"value": value, "error": own and f"{type(own).__name__}: {own}"})
+        told = {"value": value, "error": own and f"{type(own).__name__}: {own}"}
+        found = self.exchange(told, takes_s + _EXCHANGE_TIMEOUT_S)
         if own is not None:
             raise own
         for rank, entry in enumerate(found):
             if entry["error"] is not None:
-                raise RankError(f"rank {rank} of {self.count} cannot start delta sync: {entry['error']}")
+                raise RankError(f"rank {rank} of {self.count} has failed: {entry['error']}")
         return [entry["value"] for entry in found]
 
-    def first_does(self, action: Callable[[], Any]) -> Any:
+    def first_does(self, action: Callable[[], Any], takes_s: float = 0.0) -> Any:
         """Run an action on the first rank; its value everywhere, or an error everywhere."""
-        return self.all_do(action if self.is_first else lambda: None)[0]
+        return self.all_do(action if self.is_first else lambda: None, takes_s)[0]
 
     def leave(self) -> None:
         """Say that nothing more is read; the first rank, which may hold the store, waits for all (bounded)."""

@@ -127,9 +127,11 @@ class DeltaSyncSession:
         )
         self._model = model
         self._last_step = self._extracted_step = step
-        anchors = None
+        anchors = replayed = None
         if writer is not None:
-            if ranks.count == 1:
+            if ranks.count > 1:
+                replayed = self._upkeep.replayed_anchors(writer)
+            else:
                 anchors = self._upkeep.anchors(writer, lambda: self._save_files(model, processing_class, base))
             self._upkeep.keep(writer)
         self.publisher = make_publisher(
@@ -144,6 +146,7 @@ class DeltaSyncSession:
             step=step,
             encoding=self.config.delta_sync_encoding,
             anchors=anchors,
+            replayed=replayed,
             snapshot=self._bits_of(live, base),
         )
         self.watcher = AckWatcher(
@@ -177,17 +180,26 @@ class DeltaSyncSession:
             if self.config.delta_sync_max_lag_versions is not None and self._ranks.is_first:
                 self.pace.wait(self.config.delta_sync_max_lag_versions)
 
+    def require_served(self) -> None:
+        """Wait until servers serve the newest version (`delta_sync_start_timeout_s`); [`SetupError`] if none does."""
+        timeout_s = self.config.delta_sync_start_timeout_s
+        seq = self.publisher.durable_seq
+        self._ranks.first_does(lambda: self.pace.require_served(seq, timeout_s), timeout_s)
+
     def sync(self) -> bool:
         """Hand over the newest weights, whoever's turn it is, and wait for the servers to serve them.
 
         Returns:
             `bool`: whether the servers are as near as `delta_sync_max_lag_versions` (else `0`) demands.
         """
-        if self._ranks.count > 1:
-            raise SetupError(f"{self.bucket}: servers can be waited for at any step on one training process only")
+        # the first process knows what is served, the others wait for its word
+        timeout_s = self.config.delta_sync_lag_timeout_s
         if self._extracted_step != self._last_step:
+            if not self._ranks.first_does(self.pace.wait_for_room, timeout_s):
+                return False
             self._extract()
-        return self.pace.wait(self.config.delta_sync_max_lag_versions or 0)
+        max_lag = self.config.delta_sync_max_lag_versions or 0
+        return self._ranks.first_does(lambda: self.pace.wait(max_lag), timeout_s)
 
     def finish(self) -> bool:
         """Publish the last weights, wait until they are durable (bounded), and end the threads.

@@ -30,6 +30,7 @@ from delta_wire.state import Delta, OldBits, TensorTable
 from delta_wire.stores import Store
 from trl_delta.publisher import Publisher, _Item
 from trl_delta.ranks import RankError, Ranks
+from trl_delta.replica import ReplayedAnchors
 
 logger = logging.getLogger(__name__)
 # versions begun and not finished: one being uploaded, one extracted and waiting
@@ -65,6 +66,7 @@ class PartWriter:
         next_seq (`int`): number of the next; those of a trainer that died may lie in between.
         writer ([`~delta_wire.bucket.BucketWriter`], *optional*): on the first process.
         shards (`dict`): in whose rows the changes of a tensor are coded, by checkpoint name.
+        anchors ([`~trl_delta.replica.ReplayedAnchors`], *optional*): on the first process.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class PartWriter:
         next_seq: int,
         writer: BucketWriter | None,
         shards: dict[str, Shard],
+        anchors: ReplayedAnchors | None = None,
     ):
         self.store = store
         self.cancelled: Callable[[], bool] = lambda: False
@@ -85,6 +88,7 @@ class PartWriter:
         self._next_seq = next_seq
         self._writer = writer
         self._shards = shards
+        self._anchors = anchors
         self._number = 0
         self._round: _Round | None = None
 
@@ -119,7 +123,8 @@ class PartWriter:
             step (`int`, *optional*): optimizer step.
             encoding (`str`): of the parts.
             old_bits (`Callable`, *optional*): bits of the tensors' rows that this process owns, before the change.
-            anchor ([`~delta_wire.manifest.AnchorPart`], *optional*): refused; no process has the whole weights.
+            anchor ([`~delta_wire.manifest.AnchorPart`], *optional*): refused; no process has the whole weights. Those
+                of [`~trl_delta.replica.ReplayedAnchors`] need none.
 
         Returns:
             [`~delta_wire.bucket.Published`]: the same on every process; of the version before if nothing changed.
@@ -182,7 +187,10 @@ class PartWriter:
                 f"{self.store.url}: version {self.next_seq} would have digest {found}, the processes hold weights "
                 f"with {expected}; their parts do not begin at version {self.version}"
             )
-        published = self._writer.commit(parts, step=step) if parts else None
+        published = self._writer.commit(parts, step=step, make_anchor=self._make_anchor) if parts else None
+        if published is not None and self._anchors is not None:
+            self._anchors.published(published.manifest)
+        self._ranks.remove(self._key("anchor"))
         for rank in range(self._ranks.count):
             self._ranks.remove(self._key(rank))
         # whoever has delivered its part has read how the round before ended
@@ -190,6 +198,12 @@ class PartWriter:
         manifest = published and published.manifest
         self._ranks.put(self._key("end"), {"manifest": manifest and manifest.to_bytes().decode()})
         return manifest
+
+    def _make_anchor(self, manifest: Manifest) -> AnchorPart | None:
+        if self._anchors is None or not self._anchors.ready:
+            return None
+        self._ranks.put(self._key("anchor"), True)
+        return self._anchors.make_for(manifest)
 
     def _gather(self) -> tuple[list[Part], Digest]:
         parts: list[Part] = []
@@ -215,13 +229,15 @@ class PartWriter:
         rank = 0 if who == "end" else who
         told = self._ranks.wait_for(self._key(who), _SLOW_AFTER_S, self.cancelled)
         if told is None and not self.cancelled():
-            logger.warning(
-                "delta sync: rank %s has not delivered %s for %.0f s; training goes on, and what it changes is in the "
-                "next version. If that process has died, restart the training.",
-                rank,
-                what,
-                _SLOW_AFTER_S,
-            )
+            # a checkpoint takes its time
+            if self._ranks.find(self._key("anchor")) is None:
+                logger.warning(
+                    "delta sync: rank %s has not delivered %s for %.0f s; training goes on, and what it changes is in "
+                    "the next version. If that process has died, restart the training.",
+                    rank,
+                    what,
+                    _SLOW_AFTER_S,
+                )
             told = self._ranks.wait_for(self._key(who), float("inf"), self.cancelled)
         if told is None:
             raise Abandoned(f"rank {rank} has not delivered {what}")
@@ -316,9 +332,19 @@ class ShardedPublisher(Publisher):
         return self._act_on(told, True)
 
     @property
+    def stopped(self) -> Exception | None:
+        # the first process knows of an error before all act on it
+        return self.failure or self._error
+
+    @property
+    def has_room(self) -> bool:
+        with self._changed:
+            return self._under_way() < _MAX_BEGUN
+
+    @property
     def newest_seq(self) -> int:
         with self._changed:
-            return self._durable_seq + len(self._begun) + (self._in_flight is not None)
+            return self._durable_seq + self._under_way()
 
     def submit(self, delta: Delta, *, digest: Digest, step: int) -> None:
         """Hand over what this process changed by a step whose turn it is; the same steps on every process."""
@@ -331,8 +357,8 @@ class ShardedPublisher(Publisher):
     def wait(self, timeout_s: float) -> bool:
         """Wait until the last version is durable; `False` when time runs out or publishing has stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._drained() or self._stopped() is not None, timeout_s)
-            self.failure = self._stopped()
+            self._changed.wait_for(lambda: self._drained() or self.stopped is not None, timeout_s)
+            self.failure = self.stopped
             return self._drained()
 
     def close(self, timeout_s: float) -> bool:
@@ -345,11 +371,11 @@ class ShardedPublisher(Publisher):
                 logger.debug("delta sync: %s", error)
         return durable
 
-    def _stopped(self) -> Exception | None:
-        return self.failure or self._error
+    def _under_way(self) -> int:
+        return len(self._begun) + (self._in_flight is not None)
 
     def _drained(self) -> bool:
-        return not self._begun and self._in_flight is None
+        return self._under_way() == 0
 
     def _hear(self, key: str, timeout_s: float) -> dict[str, Any]:
         told = self._ranks.wait_for(key, timeout_s)
@@ -359,7 +385,7 @@ class ShardedPublisher(Publisher):
 
     def _promise_next(self, publishes: bool) -> None:
         with self._changed:
-            begun = len(self._begun) + (self._in_flight is not None) + publishes
+            begun = self._under_way() + publishes
         self._promise = self._stop_or({"publish": begun < _MAX_BEGUN})
         self._ranks.put(f"turn/{self._calls + 1}", self._promise)
         # training in step keeps processes within one step of each other

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +30,11 @@ def attach(trainer: Any, bucket: str | None = None, config: DeltaSyncConfig | No
     whose weights the servers have acknowledged. GRPO in vLLM server mode: generation waits until the servers serve the
     weights of its step (see `delta_sync_max_lag_versions`); construct the trainer inside [`server_mode`].
 
+    On several processes (DDP, FSDP2) all of them call it. As in TRL the first one alone has to do with the servers;
+    every one publishes what it owns, and no weight is gathered.
+
     Args:
-        trainer (`AsyncGRPOTrainer` or `GRPOTrainer`): of TRL 1.14 to 1.16, on one process.
+        trainer (`AsyncGRPOTrainer` or `GRPOTrainer`): of TRL 1.14 to 1.16.
         bucket (`str`, *optional*): address of the bucket, by which the servers know it. May be given by the config
             instead.
         config ([`DeltaSyncConfig`], *optional*): settings; those in the trainer's own arguments if they have any.
@@ -57,9 +59,11 @@ def attach(trainer: Any, bucket: str | None = None, config: DeltaSyncConfig | No
     if seam == "vllm_generation":
         trainer.vllm_generation.sync_weights = ServerSync(session)
         return callback
-    transfer = DeltaWeightTransfer()
-    transfer.bind(session, trainer)
-    trainer.weight_transfer = transfer
+    trainer._sync_weight_merged = AsyncSync(session, trainer)
+    if trainer.accelerator.is_main_process:
+        transfer = DeltaWeightTransfer()
+        transfer.bind(session, trainer)
+        trainer.weight_transfer = transfer
     return callback
 
 
@@ -72,15 +76,11 @@ class DeltaWeightTransfer:
 
     def __init__(self):
         self._session: DeltaSyncSession | None = None
-        self._model: Any = None
-        self._num_processes = 1
         self._labels: RolloutLabels | None = None
 
     def bind(self, session: DeltaSyncSession, trainer: Any) -> None:
         """Make it the transfer of a trainer whose callback drives the session."""
         self._session = session
-        self._model = trainer.accelerator.unwrap_model(trainer.model)
-        self._num_processes = trainer.accelerator.num_processes
         worker = trainer.rollout_worker
         self._labels = RolloutLabels(worker.update_model_version, lambda: trainer.state.global_step)
         # on the object and not by a stand-in: TRL asks for the worker's type before it saves or resumes
@@ -103,35 +103,64 @@ class DeltaWeightTransfer:
             )
         if self._labels is not None:
             session.watcher.add_listener(self._labels.acknowledged)
-        # as TRL's own transfer waits here for its server: rollouts of a server with unknown weights are worth nothing
-        session.pace.require_served(session.publisher.durable_seq, session.config.delta_sync_start_timeout_s)
 
     def pause(self) -> None:
-        """Called by TRL before each sync. Servers have nothing to pause, they commit between two of their own steps.
-
-        TRL merges adapters into the base weights for the time of a sync and subtracts them again, which moves a base
-        in bf16 a little each time. Nobody reads what it merges here, so that is left out.
-        """
-        if is_peft_model(self._model):
-            self._model.merge_adapter = self._model.unmerge_adapter = _leave_adapters
+        """Called by TRL before each sync. Servers commit between two of their own steps and need no pause."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Leave the weights where they are; with several processes take part in what the others gather."""
-        if self._num_processes > 1:
-            for _ in iterator:
-                pass
+        """Leave the weights where they are."""
 
     def resume(self) -> None:
         """Called by TRL after each sync."""
-        for name in ("merge_adapter", "unmerge_adapter"):
-            if self._model is not None and vars(self._model).get(name) is _leave_adapters:
-                delattr(self._model, name)
 
     def destroy(self) -> None:
         """Called by TRL when training ends, also by an error."""
-        self.resume()
         if self._session is not None:
             self._session.close()
+
+
+class AsyncSync:
+    """Stands in for `AsyncGRPOTrainer._sync_weight_merged` on every process: TRL's own, with no weight touched.
+
+    TRL gathers sharded weights one by one to send them, and merges adapters into the base weights for the time of a
+    sync and subtracts them again, which moves a base in bf16 a little each time. Nobody reads either here.
+
+    Args:
+        session ([`DeltaSyncSession`]): of the callback.
+        trainer (`AsyncGRPOTrainer`): not training yet.
+    """
+
+    def __init__(self, session: DeltaSyncSession, trainer: Any):
+        self.session = session
+        self._model = trainer.accelerator.unwrap_model(trainer.model)
+        self._sync = trainer._sync_weight_merged
+        self._first = True
+        trainer._streaming_iter = _no_weights
+
+    def __call__(self, *args: Any) -> Any:
+        if self._first:
+            # as TRL's own transfer waits for its server: rollouts of a server with unknown weights are worth nothing
+            self.session.require_served()
+            self._first = False
+        with _adapters_left(self._model):
+            return self._sync(*args)
+
+
+def _no_weights() -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(())
+
+
+@contextmanager
+def _adapters_left(model: Any) -> Iterator[None]:
+    """PEFT merges nothing in this context."""
+    if not is_peft_model(model):
+        yield
+        return
+    model.merge_adapter = model.unmerge_adapter = _leave_adapters
+    try:
+        yield
+    finally:
+        del model.merge_adapter, model.unmerge_adapter
 
 
 def _leave_adapters(*args: Any, **kwargs: Any) -> None:
@@ -139,7 +168,8 @@ def _leave_adapters(*args: Any, **kwargs: Any) -> None:
 
 
 class ServerSync:
-    """Stands in for `VLLMGeneration.sync_weights`, which TRL calls before it generates with new weights.
+    """Stands in for `VLLMGeneration.sync_weights`, which TRL calls on every process before it generates with new
+    weights; the first process then generates for all.
 
     Args:
         session ([`DeltaSyncSession`]): of the callback.
@@ -157,7 +187,7 @@ class ServerSync:
                 "anything else makes completions"
             )
         if self._first:
-            session.pace.require_served(session.publisher.durable_seq, session.config.delta_sync_start_timeout_s)
+            session.require_served()
             self._first = False
         session.sync()
 
@@ -198,13 +228,11 @@ def server_mode() -> Iterator[None]:
 def attachable(trainer: Any) -> str | None:
     """What of a trainer [`attach`] would replace; the one place that knows which trainers have such a seam.
 
-    TRL 1.14 to 1.16 take `weight_transfer` in the constructor of AsyncGRPOTrainer and read the attribute of that name
-    at every sync (https://github.com/huggingface/trl/pull/6269). GRPO and its kin call
-    `vllm_generation.sync_weights()`.
+    AsyncGRPOTrainer of TRL 1.14 to 1.16 reads the attribute `weight_transfer` at every sync
+    (https://github.com/huggingface/trl/pull/6269), which is its `_sync_weight_merged` over its `_streaming_iter`. GRPO
+    and its kin call `vllm_generation.sync_weights()`.
     """
-    if "weight_transfer" in inspect.signature(type(trainer).__init__).parameters or hasattr(
-        trainer, "weight_transfer"
-    ):
+    if all(hasattr(trainer, name) for name in ("weight_transfer", "_sync_weight_merged", "_streaming_iter")):
         return "weight_transfer"
     generation = getattr(trainer, "vllm_generation", None)
     if getattr(generation, "mode", None) == "server" and callable(getattr(generation, "sync_weights", None)):
@@ -219,11 +247,6 @@ def _require_seam(trainer: Any) -> str:
             f"attach: {kind} has no weight transfer that can be replaced; this release attaches to AsyncGRPOTrainer "
             "of TRL 1.14 to 1.16 and to GRPOTrainer in vLLM server mode. Any other trainer can publish with "
             "callbacks=[DeltaSyncCallback(bucket=...)], its own weight sync stays as it is."
-        )
-    if trainer.accelerator.num_processes > 1:
-        raise SetupError(
-            f"attach: {kind} runs on {trainer.accelerator.num_processes} processes, which is not supported yet in "
-            "this release; train on one process"
         )
     bound = getattr(trainer, "weight_transfer", None)
     if isinstance(bound, DeltaWeightTransfer) and bound._session is not None:

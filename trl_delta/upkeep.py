@@ -15,6 +15,7 @@ from delta_wire.stores import open_store
 from trl_delta.anchors import AnchorMaker
 from trl_delta.base import save_files
 from trl_delta.config import DeltaSyncConfig
+from trl_delta.replica import ReplayedAnchors
 from trl_delta.retention import Keeper
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Upkeep:
         self._config = config
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._keeper: Keeper | None = None
+        self._replayed: ReplayedAnchors | None = None
         self.signer = None if config.delta_sync_signing_key is None else Signer(config.delta_sync_signing_key)
 
     def save_files(
@@ -64,17 +66,32 @@ class Upkeep:
             return None
         return AnchorMaker(writer.store, writer.table, writer.head, factor=factor, files=files())
 
+    def replayed_anchors(self, writer: BucketWriter) -> ReplayedAnchors | None:
+        """The same where no process has the whole weights."""
+        factor = self._config.delta_sync_anchor_factor
+        if not factor:
+            return None
+        self._replayed = ReplayedAnchors(
+            writer.store, writer.table, writer.head, factor=factor, make_reader=self._make_reader
+        )
+        return self._replayed
+
     def keep(self, writer: BucketWriter) -> None:
         """Begin to remove what nobody needs any more, unless the settings say otherwise."""
         if not self._config.delta_sync_retention:
             return
         grace_s = self._config.delta_sync_retention_grace_s
-        # connections are not shared between threads
-        sweeper = Sweeper(BucketReader(open_store(self._bucket)), Policy(grace_s=grace_s, lease_s=grace_s))
+        sweeper = Sweeper(self._make_reader(), Policy(grace_s=grace_s, lease_s=grace_s))
         self._keeper = Keeper(sweeper, lambda: writer.version, grace_s)
 
+    def _make_reader(self) -> BucketReader:
+        # connections are not shared between threads
+        return BucketReader(open_store(self._bucket))
+
     def close(self) -> None:
-        """End the thread and remove the files. Safe to call again."""
+        """End the threads and remove the files. Safe to call again."""
+        if self._replayed is not None:
+            self._replayed.close()
         if self._keeper is not None:
             self._keeper.close()
         if self._folder is not None:

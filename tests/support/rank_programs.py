@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,10 +26,15 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
 )
 
+from delta_wire.errors import ModelMismatchError
 from delta_wire.stores.local import LocalStore
-from trl_delta import DeltaSyncConfig, DeltaSyncSession
+from trl_delta import DeltaSyncCallback, DeltaSyncConfig, DeltaSyncSession
+from trl_delta.ranks import RankError
 
 WAIT_S = 240.0
 # one import for all processes of all tests, of what is installed: this folder is not on the path of that process
@@ -39,7 +47,9 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed.tensor",
         "transformers.models.llama.modeling_llama",
         "transformers.trainer",
-        "trl_delta.callback",
+        "trl.experimental.async_grpo",
+        "trl.trainer.grpo_trainer",
+        "trl_delta.transfer",
     ]
 )
 
@@ -143,11 +153,20 @@ def batches(rank: int, steps: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, 515, (2, 16), generator=random)
 
 
-def train(rank: int, count: int, base: str, bucket: str, kind: str, encoding: str, steps: int) -> dict[str, Any]:
+def train(
+    rank: int,
+    count: int,
+    base: str,
+    bucket: str,
+    kind: str,
+    encoding: str,
+    steps: int,
+    anchor_factor: float = 1.0,
+) -> dict[str, Any]:
     """Train and publish; beside it, on the first rank, one process publishes the gathered weights after each step."""
     model = wrap(load(Path(base)), kind, count)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = DeltaSyncConfig(delta_sync_encoding=encoding)
+    config = DeltaSyncConfig(delta_sync_encoding=encoding, delta_sync_anchor_factor=anchor_factor)
     session = DeltaSyncSession(f"{bucket}/sharded", config)
     session.start(model, world_size=count)
     single, alone = load(Path(base)), None
@@ -166,14 +185,78 @@ def train(rank: int, count: int, base: str, bucket: str, kind: str, encoding: st
             assert alone.publisher.wait(WAIT_S)
         # a version of every step, as the other one publishes
         assert session.publisher.wait(WAIT_S)
+        _await_replay(session)
     finished = session.finish()
     if alone is not None:
         assert alone.finish()
     return {
         "finished": finished,
+        "left_no_files": (anchors := session._upkeep._replayed) is None or anchors._folder is None,
         "held_bytes": session.detector.num_bytes,
         "versions": [record.seq for record in session.publisher.records],
     }
+
+
+class EveryStep(TrainerCallback):
+    """A version of every step, however slow the machine is: waits for each before training goes on."""
+
+    def __init__(self, session: DeltaSyncSession):
+        self.session = session
+        self.sharded_params = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.sharded_params = sum(isinstance(param, DTensor) for param in kwargs["model"].parameters())
+        assert self.session.publisher.wait(WAIT_S)
+
+
+def train_with_trainer(rank: int, count: int, base: str, folder: str, steps: int) -> dict[str, Any]:
+    """`transformers.Trainer` and the callback; on several processes with FSDP2 by accelerate, as users configure it.
+
+    Every process gets the same row, another at each step, so that the mean of their gradients is the gradient of one
+    process in every bit and the training is the same whatever `count` is.
+    """
+    fsdp: dict[str, Any] = {
+        "fsdp": True,
+        "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    }
+    args = TrainingArguments(
+        output_dir=f"{folder}/trainer-{count}",
+        max_steps=steps,
+        per_device_train_batch_size=1,
+        train_sampling_strategy="sequential",
+        learning_rate=1e-3,
+        # its norm is a sum, in another order on each number of processes
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **(fsdp if count > 1 else {}),
+    )
+    if count > 1:
+        # accelerate takes FSDP for an affair of GPUs and would use DDP; all else here is its own code
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    callback = DeltaSyncCallback(f"{folder}/{'single' if count == 1 else 'sharded'}")
+    every_step = EveryStep(callback.session)
+    tokens = torch.randint(0, 515, (steps, 16), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": ids, "labels": ids} for ids in tokens.repeat_interleave(count, 0).tolist()]
+    trainer = Trainer(model=load(Path(base)), args=args, train_dataset=rows, callbacks=[callback, every_step])
+    trainer.train()
+    return {
+        "sharded_params": every_step.sharded_params,
+        "versions": [record.seq for record in callback.session.publisher.records],
+        "logged": [entry["delta/version"] for entry in trainer.state.log_history if "delta/version" in entry],
+    }
+
+
+def _await_replay(session: DeltaSyncSession) -> None:
+    """If an anchor is due, until the next version gets one, however slow the machine is."""
+    anchors = session._upkeep._replayed
+    until_s = time.monotonic() + WAIT_S
+    while anchors is not None and anchors.due and not anchors.ready:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def _move(model: torch.nn.Module, step: int) -> None:
@@ -222,3 +305,17 @@ def carry_on(rank: int, count: int, checkpoint: str, bucket: str, base: str) -> 
     session.step(1)
     assert session.finish()
     return session.publisher.durable_seq
+
+
+def begin_without_a_checkpoint(rank: int, count: int, base: str, bucket: str) -> str | None:
+    """Weights that no checkpoint has: the first version is gathered and uploaded. Every rank may fail alone."""
+    model = load(Path(base))
+    _move(model, 1)
+    session = DeltaSyncSession(bucket)
+    session.start(wrap(model, "fsdp2", count), world_size=count)
+    assert session.finish()
+    try:
+        DeltaSyncSession(f"{bucket}-refused").start(load(Path(base)) if rank else nn.Linear(2, 2), world_size=count)
+    except (ModelMismatchError, RankError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -4,113 +4,21 @@
 tests/integration/test_trainers.py does the same with a real server.
 """
 
-import json
-import random
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+from stub_server import StubServer
 from training import pointed_to
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-from delta_wire.acks import Ack
-from delta_wire.bucket import BucketReader
 from delta_wire.digest import Digest
-from delta_wire.errors import SetupError, StoreError
-from delta_wire.manifest import Manifest
-from delta_wire.stores import open_store
+from delta_wire.errors import SetupError
 from trl_delta import DeltaSyncConfig, attach, server_mode
 from trl_delta.detector import tensor_digests
 
 STEPS = 3
-
-
-class StubServer:
-    """Generates random tokens, and notes the newest version in the bucket that it has acknowledged by then.
-
-    Args:
-        bucket (`Path`): followed.
-        delay_s (`float`): between seeing a version and serving it.
-    """
-
-    def __init__(self, bucket: Path, delay_s: float = 0.1):
-        self.bucket = bucket
-        self.delay_s = delay_s
-        self.served: Manifest | None = None
-        # optimizer step of the weights that each request was answered with
-        self.answered_with: list[int | None] = []
-        self._stop = threading.Event()
-        stub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *args):
-                pass
-
-            def reply(self, body: dict, status: int = 200) -> None:
-                raw = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(raw)))
-                self.end_headers()
-                self.wfile.write(raw)
-
-            def do_GET(self):
-                # as a server that is not in development mode
-                known = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}}
-                path = self.path.partition("?")[0]
-                self.reply(known.get(path, {}), 200 if path in known else 404)
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                stub.answered_with.append(stub.served.step if stub.served else None)
-                self.reply({"choices": stub.choices(body)})
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        self._threads = [threading.Thread(target=self._http.serve_forever), threading.Thread(target=self._follow)]
-        for thread in self._threads:
-            thread.start()
-
-    def choices(self, body: dict) -> list[dict]:
-        choices = []
-        for prompt in body["prompt"]:
-            for _ in range(body["n"]):
-                ids = [random.randrange(4, 500) for _ in range(body["max_tokens"])]
-                logprobs = {
-                    "tokens": [f"token_id:{token}" for token in ids],
-                    "token_logprobs": [-6.0] * len(ids),
-                    "top_logprobs": [None] * len(ids),
-                }
-                choices.append({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs})
-        return choices
-
-    def _follow(self) -> None:
-        while not self._stop.wait(0.02):
-            try:
-                reader = BucketReader(open_store(self.bucket))
-                latest = reader.latest()
-                if latest is None or latest == self.served:
-                    continue
-                time.sleep(self.delay_s)
-                self.served = latest
-                reader.write_ack(Ack("stub", latest.version, latest.digest, "serving", None, 1.0, time.time()))
-            except StoreError:
-                continue
-
-    def stop_following(self) -> None:
-        self._stop.set()
-        self._threads[1].join()
-
-    def close(self) -> None:
-        self.stop_following()
-        self._http.shutdown()
-        for thread in self._threads:
-            thread.join()
-        self._http.server_close()
 
 
 @pytest.fixture

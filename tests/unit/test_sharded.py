@@ -326,7 +326,7 @@ def test_errors_of_one_rank_are_told_to_all_at_the_start():
     for thread in threads:
         thread.join(WAIT_S)
     assert found[1] == "ValueError: no model here"
-    told = "RankError: rank 1 of 3 cannot start delta sync: ValueError: no model here"
+    told = "RankError: rank 1 of 3 has failed: ValueError: no model here"
     assert found[0] == found[2] == told
 
 

@@ -2,106 +2,21 @@
 """TRL's real AsyncGRPOTrainer with a stub for the rollouts: nothing but the bucket carries weights, labels tell the
 truth."""
 
-import queue
-import threading
-import time
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
+from stub_server import Acker, StubWorker
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from delta_wire.acks import Ack
 from delta_wire.bucket import BucketReader
 from delta_wire.digest import Digest
-from delta_wire.errors import SetupError, StoreError
+from delta_wire.errors import SetupError
 from delta_wire.replay import materialise
 from delta_wire.stores import open_store
 from trl_delta import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, attach
 from trl_delta.detector import tensor_digests
 
 STEPS = 4
-
-
-class StubWorker:
-    """Makes up rollouts as fast as they are taken, stamped with the number it was told last."""
-
-    def __init__(self):
-        self.rollout_buffer: queue.Queue = queue.Queue(maxsize=4)
-        self.metrics_queue: queue.Queue = queue.Queue()
-        self.model_version = 0
-        self.told: list[int] = []
-        self.started_at_version: int | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def update_model_version(self, model_version: int) -> None:
-        self.told.append(model_version)
-        self.model_version = model_version
-
-    def start(self) -> None:
-        self.started_at_version = self.model_version
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-
-    def check_health(self, stale_after_s: float) -> None:
-        pass
-
-    def _run(self) -> None:
-        rng = np.random.default_rng(0)
-        group = 0
-        while not self._stop.is_set():
-            for advantage in (1.0, -1.0):
-                ids = rng.integers(4, 500, 12)
-                sample = RolloutSample(
-                    prompt=[{"role": "user", "content": "?"}],
-                    completion=[{"role": "assistant", "content": "!"}],
-                    input_ids=ids,
-                    completion_mask=np.array([0] * 6 + [1] * 6),
-                    old_log_probs=np.full(12, -6.0, dtype=np.float32),
-                    advantage=advantage,
-                    model_version=self.model_version,
-                    group_id=group,
-                    metrics={"reward": advantage},
-                )
-                while not self._stop.is_set():
-                    try:
-                        self.rollout_buffer.put(sample, timeout=0.05)
-                        break
-                    except queue.Full:
-                        continue
-            group += 1
-
-
-class Acker(threading.Thread):
-    """A server that serves each new version `delay_s` after it sees it."""
-
-    def __init__(self, bucket: Path, delay_s: float):
-        super().__init__(daemon=True)
-        self.bucket = bucket
-        self.delay_s = delay_s
-        self.steps: list[int] = []
-        self.stop = threading.Event()
-
-    def run(self) -> None:
-        served = None
-        while not self.stop.wait(0.02):
-            try:
-                reader = BucketReader(open_store(self.bucket))
-                latest = reader.latest()
-                if latest is None or latest.version == served:
-                    continue
-                time.sleep(self.delay_s)
-                served = latest.version
-                self.steps.append(latest.step or 0)
-                reader.write_ack(Ack("server", served, latest.digest, "serving", None, 1.0, time.time()))
-            except StoreError:
-                continue
 
 
 class Watch(TrainerCallback):
@@ -237,24 +152,6 @@ def test_a_start_without_a_server_is_refused_with_what_to_start(make_trainer, tm
         trainer.train()
     assert str(tmp_path / "bucket") in str(refused.value)
     assert trainer.rollout_worker.started_at_version is None
-
-
-def test_weights_are_left_where_they_are_unless_other_processes_gather_them(make_trainer, tmp_path):
-    taken: list[str] = []
-
-    def stream():
-        for name in ("a", "b"):
-            taken.append(name)
-            yield name, torch.zeros(1)
-
-    trainer = make_trainer()
-    attach(trainer, str(tmp_path / "bucket"))
-    transfer = trainer.weight_transfer
-    transfer.send_weights(stream())
-    assert taken == []
-    transfer._num_processes = 2
-    transfer.send_weights(stream())
-    assert taken == ["a", "b"]
 
 
 def test_a_transfer_that_nothing_drives_says_what_is_missing(make_trainer):
