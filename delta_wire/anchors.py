@@ -37,6 +37,7 @@ def stream_anchor(
     digest: Digest,
     files: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    single_file: str | None = None,
 ) -> AnchorPart:
     """Upload a state as an ordinary checkpoint in shards.
 
@@ -48,10 +49,11 @@ def stream_anchor(
         digest ([`~delta_wire.digest.Digest`]): of the state; [`DigestMismatchError`] if the tensors are others.
         files (`Path`, *optional*): folder with configuration, tokenizer and templates, which go along.
         max_shard_bytes (`int`, *optional*): a tensor that is larger has a shard of its own.
+        single_file (`str`, *optional*): name of one file for all, in place of shards.
     """
     prefix = anchor_prefix(seq, digest)
     refs = [] if files is None else [_put(store, prefix, name, files / name) for name in other_files(files)]
-    shards = _split(table, max_shard_bytes)
+    shards = _split(table, max_shard_bytes) if single_file is None else [list(table)]
     layout: dict[str, str] = {}
     total = Digest()
 
@@ -63,7 +65,9 @@ def stream_anchor(
 
     with tempfile.TemporaryDirectory(prefix="delta-anchor-") as folder:
         for number, names in enumerate(shards):
-            file = SINGLE_FILE if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            file = single_file or (
+                SINGLE_FILE if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            )
             path = Path(folder) / file
             tensors = {name: (DTYPE, table[name].shape, partial(read, name)) for name in names}
             # transformers refuses a file that does not say so

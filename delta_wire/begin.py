@@ -9,6 +9,7 @@ import secrets
 import time
 from pathlib import Path
 
+from delta_wire.adapter import Adapter
 from delta_wire.anchors import upload_anchor
 from delta_wire.chain import BucketReader
 from delta_wire.digest import Digest
@@ -50,6 +51,7 @@ def first_version(
     anchor_dir: Path | None,
     step: int | None,
     signer: Signer | None,
+    adapter: Adapter | None = None,
 ) -> Manifest:
     """Write table, anchor and manifest of version 0."""
     version = VersionId(secrets.token_hex(4), 1, 0)
@@ -63,7 +65,8 @@ def first_version(
     ref = ObjectRef(table_key(table.sha256), len(table.to_bytes()), table.sha256)
     store.put(ref.key, table.to_bytes())
     anchor = AnchorPart(reference) if anchor_dir is None else upload_anchor(store, anchor_dir, table, digest, 0)
-    head = Manifest(version, digest, ref, table.num_params, 0, step, round(time.time(), 3), None, None, anchor)
+    now_s = round(time.time(), 3)
+    head = Manifest(version, digest, ref, table.num_params, 0, step, now_s, None, None, anchor, adapter)
     head = sealed(store, head, signer)
     try:
         store.put(manifest_key(0), head.to_bytes(), create_only=True)
@@ -73,6 +76,30 @@ def first_version(
             "bucket of its own"
         ) from error
     return head
+
+
+def require_same_adapter(store: Store, head: Manifest, adapter: Adapter | None) -> None:
+    """Raise [`BaseMismatchError`] unless a run's states are adapters for the same base, or none at all, as before."""
+    found = head.adapter
+    if (found is None) != (adapter is None):
+        kinds = ["the weights of a whole model", "an adapter"]
+        raise BaseMismatchError(
+            f"{store.url}: the run's states are {kinds[found is not None]}, this trainer publishes "
+            f"{kinds[adapter is not None]}; use an empty bucket, or change delta_sync_adapter"
+        )
+    if found is None or adapter is None:
+        return
+    if found.base_digest != adapter.base_digest:
+        raise BaseMismatchError(
+            f"{store.url}: the run's adapter belongs to a base model with digest {found.base_digest} "
+            f"({found.base_reference}), this trainer's has {adapter.base_digest} ({adapter.base_reference}); train on "
+            "the same base, or use an empty bucket"
+        )
+    if (found.name, found.rank) != (adapter.name, adapter.rank):
+        raise BaseMismatchError(
+            f"{store.url}: the run's adapter is called {found.name} and has rank {found.rank}, this trainer's is "
+            f"{adapter.name} with rank {adapter.rank}; neither can change in a run, use an empty bucket"
+        )
 
 
 def pointer_bytes(manifest: Manifest) -> bytes:

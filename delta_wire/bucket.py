@@ -14,17 +14,20 @@ import numpy as np
 
 from delta_wire import encodings
 from delta_wire.acks import Ack, read_acks
+from delta_wire.adapter import Adapter
 from delta_wire.anchors import anchor_prefix, stream_anchor
 from delta_wire.begin import (
     finish_predecessor,
     first_version,
     listed_seqs,
     pointer_bytes,
+    require_same_adapter,
     sealed,
     unfinished_start,
     write_pointer,
 )
 from delta_wire.chain import BucketReader
+from delta_wire.checkpoint import ADAPTER_FILE
 from delta_wire.digest import Digest
 from delta_wire.errors import (
     BaseMismatchError,
@@ -141,6 +144,7 @@ class BucketWriter:
         bits: OldBits | None = None,
         files: Path | None = None,
         signer: Signer | None = None,
+        adapter: Adapter | None = None,
     ) -> BucketWriter:
         """Begin a run in an empty bucket, or take over the run that is there.
 
@@ -157,6 +161,7 @@ class BucketWriter:
             files (`Path`, *optional*): folder with configuration, tokenizer and templates for such an anchor.
             signer ([`~delta_wire.signing.Signer`], *optional*): signs every manifest; a run is signed from its first
                 version on, by one key.
+            adapter ([`~delta_wire.adapter.Adapter`], *optional*): the states are adapters, and this is what for.
 
         A bucket with a run is continued under the next epoch if its newest version has this table and digest, or
         `bits` are given. [`ModelMismatchError`] or [`BaseMismatchError`] otherwise; nothing is written then.
@@ -166,7 +171,7 @@ class BucketWriter:
         head = reader.latest()
         if head is None:
             head = unfinished_start(reader, table, digest) or first_version(
-                store, table, digest, reference, anchor_dir, step, signer
+                store, table, digest, reference, anchor_dir, step, signer, adapter
             )
             write_pointer(store, head)
             return cls(store, table, head, head.version.epoch, head.version.seq + 1, signer)
@@ -176,6 +181,7 @@ class BucketWriter:
                 "publishes; set delta_sync_signing_key, or use an empty bucket"
             )
         reader.table(head).require_same(table, f"the run in {store.url}", "the trainer's model")
+        require_same_adapter(store, head, adapter)
         unseen = [seq for seq in listed_seqs(store) if seq > head.version.seq]
         # manifests of trainers that died before they moved the pointer; their numbers are not used again
         next_seq = max(unseen, default=head.version.seq) + 1
@@ -199,7 +205,10 @@ class BucketWriter:
             delta = delta_from(reader, head, table, digest, bits)
         except (FormatError, MismatchError, ObjectNotFoundError, SetupError) as error:
             logger.warning("%s: uploading a checkpoint instead: %s", store.url, error)
-            anchor = stream_anchor(store, table, bits, seq=next_seq, digest=digest, files=files)
+            single_file = None if adapter is None else ADAPTER_FILE
+            anchor = stream_anchor(
+                store, table, bits, seq=next_seq, digest=digest, files=files, single_file=single_file
+            )
             writer._begin(writer._manifest(None, digest, step, anchor, table.num_params), {})
         else:
             writer.publish(delta, digest=digest, step=step)
@@ -332,6 +341,7 @@ class BucketWriter:
             parent=Parent(head.version.seq, head.version.epoch, head.digest, head.sha256),
             delta=delta,
             anchor=anchor,
+            adapter=head.adapter,
         )
         return sealed(self.store, manifest, self._signer)
 

@@ -144,6 +144,8 @@ class BucketReader:
                 )
             if at.table != child.table:
                 raise FormatError(f"{source}: the tensor table differs from that of its parent {at.version}")
+            if at.adapter != child.adapter:
+                raise FormatError(f"{source}: what it says about an adapter differs from its parent {at.version}")
 
     def chain(self, digest: Digest, to: Manifest) -> list[Manifest] | None:
         """Versions whose deltas lead from a state to a version.

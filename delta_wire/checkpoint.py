@@ -18,6 +18,9 @@ from delta_wire.strict import load_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# as PEFT writes them
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 MAX_INDEX_BYTES = 256 << 20
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
 # files that carry weights or a trainer's state: a checkout must not mix them with its own
@@ -36,7 +39,8 @@ class Checkpoint:
     """Weights of a folder, mapped into memory.
 
     Args:
-        folder (`Path`): holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+        folder (`Path`): holds `model.safetensors`, or shards and `model.safetensors.index.json`, or what PEFT
+            saves of an adapter.
         private (`bool`, *optional*, defaults to `False`): arrays can be written to without changing the files.
         in_place (`bool`, *optional*, defaults to `False`): arrays can be written to, which changes the files.
     """
@@ -141,12 +145,14 @@ def _read_layout(folder: Path) -> dict[str, str]:
                 raise FormatError(f"{index}: tensor {name[:80]}: {file!r:.80} is no file name of this folder")
         return layout
     single = folder / SINGLE_FILE
+    if not single.is_file() and (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTER_FILE).is_file():
+        single = folder / ADAPTER_FILE
     if not single.is_file():
         raise SetupError(
             f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; save the model with save_pretrained() as "
             "safetensors"
         )
-    return dict.fromkeys(TensorFile(single).names(), SINGLE_FILE)
+    return dict.fromkeys(TensorFile(single).names(), single.name)
 
 
 def resolve_reference(reference: str) -> Path:

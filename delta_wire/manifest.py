@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from delta_wire.acks import MAX_ACK_BYTES, Ack
+from delta_wire.adapter import MAX_REFERENCE_CHARS, Adapter, parse_adapter
 from delta_wire.digest import Digest
 from delta_wire.errors import FormatError
 from delta_wire.refs import (
@@ -51,7 +52,6 @@ POINTER_KEY = "LATEST"
 MAX_POINTER_BYTES = 64 << 10
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_OBJECTS = 10_000
-MAX_REFERENCE_CHARS = 4096
 _ENCODING = re.compile(r"[a-z0-9_]{1,32}")
 
 
@@ -99,6 +99,7 @@ class Manifest:
         parent ([`Parent`], *optional*): the version before; absent in the first of a run.
         delta ([`DeltaPart`], *optional*): how to get here from the parent.
         anchor ([`AnchorPart`], *optional*): how to get here from nothing. One of both is always there.
+        adapter ([`~delta_wire.adapter.Adapter`], *optional*): set if the states of the run are adapters.
         signature (`str`, *optional*): as read, see [`~delta_wire.signing`].
     """
 
@@ -112,6 +113,7 @@ class Manifest:
     parent: Parent | None
     delta: DeltaPart | None
     anchor: AnchorPart | None
+    adapter: Adapter | None = None
     signature: str | None = field(default=None, repr=False)
     # as read: fields that a later release added take part in the hash that the next manifest names
     _raw: bytes | None = field(default=None, init=False, repr=False, compare=False)
@@ -142,6 +144,7 @@ class Manifest:
                 "anchor": anchor
                 and {"reference": anchor.reference, "objects": [ref.to_json() for ref in anchor.objects]},
             }
+            | ({} if self.adapter is None else {"adapter": self.adapter.to_json()})
         )
 
     @property
@@ -168,6 +171,7 @@ class Manifest:
             parent=_parse_parent(take(value, "parent", source), version, f"{source}: parent"),
             delta=_parse_delta(take(value, "delta", source), f"{source}: delta"),
             anchor=_parse_anchor(take(value, "anchor", source), f"{source}: anchor"),
+            adapter=parse_adapter(value.get("adapter"), f"{source}: adapter"),
             signature=take_signature(value, source),
         )
         if manifest.delta is None and manifest.anchor is None:

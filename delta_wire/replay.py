@@ -122,17 +122,22 @@ def materialise(reader: BucketReader, manifest: Manifest, base_folder: Path | No
         manifest ([`~delta_wire.manifest.Manifest`]): the version wanted.
         base_folder (`Path`, *optional*): a copy of the restart point's checkpoint.
     """
+    with tempfile.TemporaryDirectory(prefix="delta-wire-") as folder:
+        yield rebuild(reader, manifest, Path(folder), base_folder)
+
+
+def rebuild(reader: BucketReader, manifest: Manifest, folder: Path, base_folder: Path | None = None) -> State:
+    """As [`materialise`], with the downloads in a folder that must stay until the state is not used any more."""
     anchor = reader.restart_point(manifest)
     steps = []
     for step in reader.walk(manifest):
         if step == anchor:
             break
         steps.append(step)
-    with tempfile.TemporaryDirectory(prefix="delta-wire-") as folder:
-        state = State(reader, anchor, Path(folder), base_folder)
-        for step in reversed(steps):
-            state.apply(step)
-        yield state
+    state = State(reader, anchor, folder, base_folder)
+    for step in reversed(steps):
+        state.apply(step)
+    return state
 
 
 def checkout(
@@ -155,7 +160,7 @@ def checkout(
         temporary = temporary_beside(destination)
         try:
             temporary.mkdir(parents=True)
-            _write(state, temporary)
+            write_checkpoint(state, temporary)
             written = Checkpoint(temporary)
             state.table.require_same(written.table(), f"version {manifest.version}", str(temporary))
             found = written.digest()
@@ -177,7 +182,8 @@ def checkout(
     return destination
 
 
-def _write(state: State, folder: Path) -> None:
+def write_checkpoint(state: State, folder: Path) -> None:
+    """Write a state into a folder, split as in its restart point's checkpoint, whose other files come along."""
     base = state.checkpoint
     for name in base.other_files():
         path = folder / name

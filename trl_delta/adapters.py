@@ -84,8 +84,12 @@ class AdapterMap:
     merges: dict[str, Merge] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> AdapterMap:
-        """Look for adapters; [`SetupError`] for kinds that cannot be merged."""
+    def of(cls, model: torch.nn.Module, *, base_only: bool = False) -> AdapterMap:
+        """Look for adapters; [`SetupError`] for kinds that cannot be merged.
+
+        Args:
+            base_only (`bool`, *optional*, defaults to `False`): leave all of them out.
+        """
         found = cls()
         # whoever has made such a module has imported it
         if "peft" not in sys.modules:
@@ -101,12 +105,13 @@ class AdapterMap:
             elif isinstance(module, BaseTuner):
                 found.transparent.add(_join(path, "model"))
             elif isinstance(module, BaseTunerLayer):
-                _require_plain_lora(module, path)
+                if not base_only:
+                    _require_plain_lora(module, path)
+                    found.merges[_join(path, "base_layer.weight")] = Merge(module, path)
                 found.transparent.add(_join(path, "base_layer"))
                 found.hidden.update(_join(path, name) for name in module.adapter_layer_names)
-                found.merges[_join(path, "base_layer.weight")] = Merge(module, path)
             elif isinstance(module, ModulesToSaveWrapper):
-                found._add_saved(module, path)
+                found._add_saved(module, path, [] if base_only else active_adapters(module))
             elif isinstance(module, AuxiliaryTrainingWrapper):
                 raise SetupError(
                     f"{path}: {type(module).__name__} of PEFT cannot be published; use target_modules or "
@@ -142,8 +147,8 @@ class AdapterMap:
         """Adapters that the tensor's checkpoint contains and the tensor does not."""
         return self.merges.get(checkpoint_name(live_name))
 
-    def _add_saved(self, module: Any, path: str) -> None:
-        active = next((name for name in active_adapters(module) if name in module.modules_to_save), None)
+    def _add_saved(self, module: Any, path: str, adapters: list[str]) -> None:
+        active = next((name for name in adapters if name in module.modules_to_save), None)
         if active is None:
             self.hidden.add(_join(path, "modules_to_save"))
             self.transparent.add(_join(path, "original_module"))

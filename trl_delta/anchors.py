@@ -30,15 +30,24 @@ class AnchorMaker:
         newest ([`~delta_wire.manifest.Manifest`], *optional*): version that publishing goes on from.
         factor (`float`): price of an anchor in sizes of the model.
         files (`Path`, *optional*): folder with configuration, tokenizer and templates.
+        single_file (`str`, *optional*): name of one file for all tensors, in place of a model's.
     """
 
     def __init__(
-        self, store: Store, table: TensorTable, newest: Manifest | None, *, factor: float, files: Path | None = None
+        self,
+        store: Store,
+        table: TensorTable,
+        newest: Manifest | None,
+        *,
+        factor: float,
+        files: Path | None = None,
+        single_file: str | None = None,
     ):
         self._store = store
         self._table = table
         self._price_bytes = factor * table.full_bytes
         self._files = files
+        self._single_file = single_file
         self._chain_bytes = 0 if newest is None else _chain_bytes(BucketReader(store), newest)
         self._due_bytes = self._price_bytes
 
@@ -49,7 +58,15 @@ class AnchorMaker:
     def make(self, bits: OldBits, seq: int, digest: Digest) -> AnchorPart | None:
         """Upload a state as the anchor of the version to come; `None` if that cannot be done now."""
         try:
-            return stream_anchor(self._store, self._table, bits, seq=seq, digest=digest, files=self._files)
+            return stream_anchor(
+                self._store,
+                self._table,
+                bits,
+                seq=seq,
+                digest=digest,
+                files=self._files,
+                single_file=self._single_file,
+            )
         except StoreError as error:
             self._wait_longer()
             logger.warning("delta sync: no anchor for version %d this time: %s", seq, error)

@@ -6,11 +6,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from delta_wire.adapter import ADAPTER_NAME
 from delta_wire.errors import SetupError
 
 ON_FAILURE = ("warn", "stop")
 ENCODINGS = ("packed", "context", "plain")
 SNAPSHOTS = ("auto", "device", "host", "file")
+ADAPTERS = ("merged", "separate")
 ENCODING_VARIABLE = "DELTA_SYNC_ENCODING"
 _MAX_WAIT_S = 1e8
 
@@ -71,6 +73,12 @@ class DeltaSyncConfig:
         delta_sync_signing_key (`str`, *optional*):
             File with an Ed25519 private key (`delta-wire keygen`). Every version is signed with it; servers that are
             given the public key accept no other.
+        delta_sync_adapter (`str`, *optional*, defaults to `"merged"`):
+            What is published of a PEFT model: `"merged"` the model's weights with the adapter in them; `"separate"`
+            the active adapter alone, a few MB, which servers started with `--enable-lora` load beside the base model
+            that it was trained on.
+        delta_sync_adapter_name (`str`, *optional*, defaults to `"adapter"`):
+            With `"separate"`: the model's name in requests to those servers. It travels with the run.
     """
 
     delta_sync_bucket: str | None = field(
@@ -154,6 +162,18 @@ class DeltaSyncConfig:
         default=None,
         metadata={"help": "File with an Ed25519 private key (delta-wire keygen) that signs every version."},
     )
+    delta_sync_adapter: str = field(
+        default=ADAPTERS[0],
+        metadata={
+            "help": "What is published of a PEFT model: its weights with the adapter 'merged' into them, or the "
+            "adapter as a 'separate' one, which servers load with --enable-lora.",
+            "choices": list(ADAPTERS),
+        },
+    )
+    delta_sync_adapter_name: str = field(
+        default="adapter",
+        metadata={"help": "Model name by which requests ask servers for a separate adapter."},
+    )
 
     def __post_init__(self):
         # a base of somebody's own config is followed by the trainer's, which has work of its own to do here
@@ -172,6 +192,16 @@ class DeltaSyncConfig:
         if self.delta_sync_on_failure not in ON_FAILURE:
             raise SetupError(
                 f"delta_sync_on_failure: expected one of {', '.join(ON_FAILURE)}, found {self.delta_sync_on_failure!r}"
+            )
+        if self.delta_sync_adapter not in ADAPTERS:
+            raise SetupError(
+                f"delta_sync_adapter: expected one of {', '.join(ADAPTERS)}, found {self.delta_sync_adapter!r}"
+            )
+        name = self.delta_sync_adapter_name
+        if not isinstance(name, str) or not ADAPTER_NAME.fullmatch(name):
+            raise SetupError(
+                "delta_sync_adapter_name: expected up to 64 letters, digits, '.', '_' or '-', starting with a letter "
+                f"or digit, found {name!r:.100}"
             )
         for name in ("delta_sync_steps", "delta_sync_expected_servers"):
             value = getattr(self, name)

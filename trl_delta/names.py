@@ -74,6 +74,7 @@ class Naming:
         model (`torch.nn.Module`): the training model, prepared or not.
         base ([`~delta_wire.state.TensorTable`], *optional*): table of the checkpoint the model was loaded from. It
             decides under which name, or names, a tied tensor goes, and whether fused experts are stored one by one.
+        base_only (`bool`, *optional*, defaults to `False`): as if there were no adapters.
 
     Attributes:
         kept (`tuple[str, ...]`): tensors of the base checkpoint that the model does not hold, so that training never
@@ -85,9 +86,9 @@ class Naming:
         [`~delta_wire.errors.ModelMismatchError`]: when several tensors claim one checkpoint name.
     """
 
-    def __init__(self, model: torch.nn.Module, base: TensorTable | None = None):
+    def __init__(self, model: torch.nn.Module, base: TensorTable | None = None, *, base_only: bool = False):
         self._base: TensorTable | dict[str, TensorSpec] = {} if base is None else base
-        self._adapters = AdapterMap.of(model)
+        self._adapters = AdapterMap.of(model, base_only=base_only)
         self._tower = tower_names(self._base)
         self._uses_tower = False
         # with keep_vars tied parameters are one object under several names
@@ -114,7 +115,7 @@ class Naming:
         live = []
         for entry in self._entries:
             source = state[entry.live_names[0]]
-            _refuse_tensor(entry.live_names[0], source)
+            refuse_tensor(entry.live_names[0], source)
             if any(state[name] is not source for name in entry.live_names[1:]):
                 raise SetupError(
                     f"the tensors {' and '.join(entry.live_names)} were tied when training began and are not any more"
@@ -134,7 +135,7 @@ class Naming:
             if name is None:
                 continue
             tensor = state[live_name]
-            _refuse_tensor(live_name, tensor)
+            refuse_tensor(live_name, tensor)
             for saved_name, part in self._places(name, shapes[name], converted.get(name, [])):
                 entry = entries.setdefault((id(tensor), part), _Entry([], part))
                 if live_name not in entry.live_names:
@@ -219,7 +220,8 @@ def table_of(live: Iterable[LiveTensor], kept: Iterable[TensorSpec] = ()) -> Ten
     return TensorTable([*specs, *kept])
 
 
-def _refuse_tensor(name: str, tensor: torch.Tensor) -> None:
+def refuse_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raise [`SetupError`] for tensors that this release cannot read."""
     from delta_wire.kernels.reference import ROUNDABLE
 
     # DeepSpeed marks what it has partitioned; the tensor itself is an empty placeholder

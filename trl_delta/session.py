@@ -16,12 +16,12 @@ from delta_wire import kernels
 from delta_wire.bucket import BucketReader, BucketWriter
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest
-from delta_wire.errors import SetupError
+from delta_wire.errors import BaseMismatchError, SetupError
 from delta_wire.manifest import Manifest
 from delta_wire.state import OldBits, TensorTable, num_changed
 from delta_wire.stores import Store
 from trl_delta.acks import AckWatcher
-from trl_delta.base import base_checkpoint, require_base, save_anchor
+from trl_delta.base import base_checkpoint, require_base, save_anchor, save_files
 from trl_delta.config import DeltaSyncConfig
 from trl_delta.detector import Detector
 from trl_delta.joint import agreed_digest, gather_bits, make_publisher, open_everywhere, owned
@@ -30,6 +30,7 @@ from trl_delta.pace import Pace
 from trl_delta.publisher import Publisher
 from trl_delta.ranks import Ranks
 from trl_delta.resume import Resumed
+from trl_delta.separate import SeparateAdapter
 from trl_delta.shards import refuse_wrappers
 from trl_delta.snapshot import choose, training_bytes
 from trl_delta.upkeep import Upkeep
@@ -56,13 +57,15 @@ class DeltaSyncSession:
     publisher: Publisher
     watcher: AckWatcher
     pace: Pace
-    _naming: Naming
+    _naming: Naming | SeparateAdapter
     _ranks: Ranks
 
     def __init__(self, bucket: str, config: DeltaSyncConfig | None = None):
         self.bucket = bucket
         self.config = config or DeltaSyncConfig()
         self._model: torch.nn.Module | None = None
+        # what is published, if it is not the whole model
+        self._separate: SeparateAdapter | None = None
         self._closed = False
         self._failure_reported = False
         self._last_step = 0
@@ -109,6 +112,10 @@ class DeltaSyncSession:
         self._ranks = ranks = Ranks.join(world_size)
         store = open_everywhere(self.bucket, ranks)
         reference, base = base_checkpoint(model)
+        if self.config.delta_sync_adapter == "separate":
+            self._separate = self._take_adapter(model, reference, base)
+            # version 0 is an adapter, which is nowhere yet
+            reference = base = None
         ranks.all_do(lambda: self._take_in(model, reference, base))
         live = self._naming.live(model)
         digest = agreed_digest(ranks, self.table, self.detector.digest)
@@ -212,12 +219,13 @@ class DeltaSyncSession:
         try:
             if self.publisher.take_last_turn(self.config.delta_sync_close_timeout_s):
                 self._extract()
-            durable = self.publisher.wait(self.config.delta_sync_close_timeout_s)
+            published = self.publisher.wait(self.config.delta_sync_close_timeout_s)
             if self.publisher.failure is not None:
                 self._report_failure(self.publisher.failure)
+            is_base_right = self._require_base_unmoved()
         finally:
             self.close()
-        if not durable and self.publisher.failure is None:
+        if not published and self.publisher.failure is None:
             logger.warning(
                 "delta sync: training has ended, but %s could not be written for %.0f s; its newest version is %d, "
                 "the weights of step %d are not in it. Save the model itself.",
@@ -226,7 +234,19 @@ class DeltaSyncSession:
                 self.publisher.durable_seq,
                 self._last_step,
             )
-        return durable
+        return published and is_base_right
+
+    def _require_base_unmoved(self) -> bool:
+        if self._separate is None or self._model is None:
+            return True
+        try:
+            self._separate.require_base_unmoved(self._model)
+        except BaseMismatchError as error:
+            if self.config.delta_sync_on_failure == "stop":
+                raise
+            logger.warning("delta sync: %s", error)
+            return False
+        return True
 
     def close(self) -> None:
         """End the threads without waiting for anything. Safe to call again."""
@@ -300,15 +320,26 @@ class DeltaSyncSession:
         base: Checkpoint | None,
     ) -> Path:
         """What an anchor needs beside the weights."""
+        separate = self._separate
+        if separate is not None:
+            return self._upkeep.save_files(lambda folder: separate.save_files(folder, model))
         others = {base} if base is not None and self._naming.kept else set()
-        return self._upkeep.save_files(unwrap(model), processing_class, others)
+        return self._upkeep.save_files(lambda folder: save_files(folder, others, unwrap(model), processing_class))
+
+    def _take_adapter(self, model: torch.nn.Module, reference: str | None, base: Checkpoint | None) -> SeparateAdapter:
+        if self._ranks.count > 1:
+            raise SetupError(
+                "delta_sync_adapter is 'separate', which is supported on one training process only; use "
+                "delta_sync_adapter=merged"
+            )
+        return SeparateAdapter(model, self.config, reference, base)
 
     def _take_in(self, model: torch.nn.Module, reference: str | None, base: Checkpoint | None) -> None:
         """Find out what the model holds and remember its bits."""
         refuse_wrappers(model)
         kernels.warm_up()
         base_table = None if base is None else base.table()
-        self._naming = Naming(model, base_table)
+        self._naming = self._separate or Naming(model, base_table)
         live = self._naming.live(model)
         kept = self._naming.kept
         self.table = table_of(live, [] if base_table is None else [base_table[name] for name in kept])
@@ -357,7 +388,13 @@ class DeltaSyncSession:
             def start(**kwargs: Any) -> None:
                 writers.append(
                     BucketWriter.start(
-                        store, table=self.table, digest=digest, step=step, signer=self._upkeep.signer, **kwargs
+                        store,
+                        table=self.table,
+                        digest=digest,
+                        step=step,
+                        signer=self._upkeep.signer,
+                        adapter=None if self._separate is None else self._separate.described,
+                        **kwargs,
                     )
                 )
 
@@ -368,13 +405,17 @@ class DeltaSyncSession:
                 files = self._save_files(model, processing_class, base)
                 start(reference=reference, bits=whole.__getitem__, files=files)
             else:
-                logger.info(
-                    "delta sync: the weights are not those of %s; uploading a checkpoint",
-                    reference or "a known checkpoint",
-                )
+                if self._separate is None:
+                    logger.info(
+                        "delta sync: the weights are not those of %s; uploading a checkpoint",
+                        reference or "a known checkpoint",
+                    )
                 with tempfile.TemporaryDirectory(prefix="delta-anchor-") as folder:
-                    others = {} if base is None else dict.fromkeys(kept, base)
-                    save_anchor(Path(folder), bits, others, unwrap(model), processing_class)
+                    if self._separate is not None:
+                        self._separate.save(Path(folder), bits, model)
+                    else:
+                        others = {} if base is None else dict.fromkeys(kept, base)
+                        save_anchor(Path(folder), bits, others, unwrap(model), processing_class)
                     start(reference=None, anchor_dir=Path(folder))
             return writers[0].head.to_bytes().decode(), writers[0].next_seq
 

@@ -56,6 +56,7 @@ def attach(trainer: Any, bucket: str | None = None, config: DeltaSyncConfig | No
     # first: its extraction must come before TRL's sync announces the step, its start before TRL's cold sync, and its
     # metrics before anybody reads the log line
     callbacks.insert(0, callback)
+    _ask_for_adapter(trainer, seam, session.config)
     if seam == "vllm_generation":
         trainer.vllm_generation.sync_weights = ServerSync(session)
         return callback
@@ -238,6 +239,16 @@ def attachable(trainer: Any) -> str | None:
     if getattr(generation, "mode", None) == "server" and callable(getattr(generation, "sync_weights", None)):
         return "vllm_generation"
     return None
+
+
+def _ask_for_adapter(trainer: Any, seam: str, config: DeltaSyncConfig) -> None:
+    """Rollouts of a run that publishes an adapter are those of the adapter and not of its base."""
+    if config.delta_sync_adapter != "separate":
+        return
+    if seam == "vllm_generation":
+        trainer.vllm_generation.vllm_client.model = config.delta_sync_adapter_name
+    else:
+        trainer.rollout_worker.model_name = config.delta_sync_adapter_name
 
 
 def _require_seam(trainer: Any) -> str:

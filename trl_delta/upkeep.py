@@ -6,23 +6,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from delta_wire.bucket import BucketReader, BucketWriter
+from delta_wire.checkpoint import ADAPTER_FILE
 from delta_wire.retention import Policy, Sweeper
 from delta_wire.signing import Signer
 from delta_wire.stores import open_store
 from trl_delta.anchors import AnchorMaker
-from trl_delta.base import save_files
 from trl_delta.config import DeltaSyncConfig
 from trl_delta.replica import ReplayedAnchors
 from trl_delta.retention import Keeper
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
-    from delta_wire.checkpoint import Checkpoint
 
 
 class Upkeep:
@@ -41,22 +34,15 @@ class Upkeep:
         self._replayed: ReplayedAnchors | None = None
         self.signer = None if config.delta_sync_signing_key is None else Signer(config.delta_sync_signing_key)
 
-    def save_files(
-        self,
-        model: torch.nn.Module,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
-        kept: set[Checkpoint],
-    ) -> Path:
+    def save_files(self, write: Callable[[Path], None]) -> Path:
         """Configuration and tokenizer as they are at the first call, for the checkpoints that are uploaded.
 
         Args:
-            model (`torch.nn.Module`): without its wrappers.
-            processing_class (*optional*): tokenizer or processor.
-            kept (set of `Checkpoint`): checkpoints that the model is a part of.
+            write (callable): writes them into a folder.
         """
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="delta-files-")
-            save_files(Path(self._folder.name), kept, model, processing_class)
+            write(Path(self._folder.name))
         return Path(self._folder.name)
 
     def anchors(self, writer: BucketWriter, files: Callable[[], Path]) -> AnchorMaker | None:
@@ -64,7 +50,10 @@ class Upkeep:
         factor = self._config.delta_sync_anchor_factor
         if not factor:
             return None
-        return AnchorMaker(writer.store, writer.table, writer.head, factor=factor, files=files())
+        single_file = None if writer.head.adapter is None else ADAPTER_FILE
+        return AnchorMaker(
+            writer.store, writer.table, writer.head, factor=factor, files=files(), single_file=single_file
+        )
 
     def replayed_anchors(self, writer: BucketWriter) -> ReplayedAnchors | None:
         """The same where no process has the whole weights."""

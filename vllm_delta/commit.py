@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
+from delta_wire.adapter import Adapter
 from delta_wire.digest import Digest
 from delta_wire.errors import (
     DeltaError,
@@ -26,6 +27,7 @@ from delta_wire.errors import (
 )
 from delta_wire.manifest import POINTER_KEY, Manifest
 from vllm_delta.acks import Reporter
+from vllm_delta.adapter_run import AdapterRun
 from vllm_delta.course import Course
 from vllm_delta.engine import Engine, EngineStopped
 from vllm_delta.layout import total
@@ -85,6 +87,7 @@ class Coordinator:
         self._polling = Polling(settings.poll_s)
         self._course = Course(subscriber, settings.bucket)
         self._reporter = Reporter(subscriber, settings, self.status)
+        self.adapter = AdapterRun(engine, ranks, subscriber, self._course, settings, self.status, self._hold)
 
     def step(self) -> float:
         """Do what can be done now. Never raises except [`EngineStopped`].
@@ -193,14 +196,23 @@ class Coordinator:
             raise
         self.status.aims_at(None if target is None else target.version)
         if target is None:
-            if self._position is not None:
+            followed = self.adapter.position or self._position
+            if followed is not None:
                 raise FormatError(
                     f"{self._settings.bucket}/{POINTER_KEY} is gone, this server had followed it to "
-                    f"{self._position.version}; restore the bucket or restart the server on another one"
+                    f"{followed.version}; restore the bucket or restart the server on another one"
                 )
             self.status.waiting(f"{self._settings.bucket} has no version yet")
             return
         self._about = str(target.version)
+        if target.adapter is not None:
+            self._follow_adapter(target, target.adapter)
+            return
+        if self.adapter.position is not None:
+            raise SetupError(
+                f"{self._settings.bucket} now holds a run of whole models, this server follows an adapter in it "
+                f"({self.adapter.position.version}); restart the server"
+            )
         self._course.require_model(self._here, target)
         if self._position is None:
             self._base = self._position = self._course.locate(self._here, target)
@@ -213,6 +225,12 @@ class Coordinator:
         while self._course.leads_on(self._position, target):
             self._advance(self._position, target)
         self.status.serving(self._position.version, self._position.digest, self._course.remark)
+
+    def _follow_adapter(self, target: Manifest, adapter: Adapter) -> None:
+        at = self.adapter.position
+        self._polling.found(news=at is None or at.version != target.version)
+        base = self._here.loaded if self._position is None else self._position.digest
+        self.adapter.follow(self._here, base, target, adapter)
 
     def _advance(self, position: Position, target: Manifest) -> None:
         """Stage and commit one change that leads to the target or to an anchor on the way."""
@@ -278,7 +296,7 @@ class Coordinator:
         here, position = self._here, self._position
         self._about = "the live model"
         expected, version = (here.loaded, None) if position is None else (position.digest, position.version)
-        problem = self._verifications.answer(here, expected, version)
+        problem = self._verifications.answer(here, expected, version, self.adapter)
         if problem is not None:
             self._hold(problem)
 
@@ -306,6 +324,9 @@ class Coordinator:
         expected = here.loaded if position is None else position.digest
         if found != expected:
             self._hold(f"{reason}: the live weights have digest {found}, expected {expected}")
+        problem = self.adapter.prove()
+        if problem is not None:
+            self._hold(f"{reason}: {problem}")
         self._engine.between_steps(self._resume)
         logger.info("%s, and the live weights are what they were; generation goes on", reason)
 
@@ -340,6 +361,8 @@ class Coordinator:
             self._write_back(
                 staged.path, staged.manifest.digest, Position(staged.manifest.version, staged.manifest.digest)
             )
+        # whatever is in its slot, and labelled as nothing now
+        self.adapter.forget()
         # generation goes on after the newest version has been committed: nobody gets an older one than before
         self._unproven, self._recovered = None, True
 

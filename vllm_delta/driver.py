@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+from delta_wire.errors import SetupError
 from vllm_delta.commit import Coordinator
 from vllm_delta.engine import EngineStopped, VllmEngine
 from vllm_delta.polling import budget
@@ -33,6 +34,8 @@ class Driver:
         from vllm_delta.worker import checkpoint_folder
 
         self._settings = settings
+        lora = core.vllm_config.lora_config
+        self._max_loras = 0 if lora is None else lora.max_loras
         self._engine = VllmEngine(core)
         self._subscriber = Subscriber(settings.bucket, settings.stage_dir, settings.verifier)
         self._coordinator = Coordinator(
@@ -84,6 +87,23 @@ class Driver:
     def suspect(self, reason: str) -> None:
         """Something else may have written weights. In the engine's thread: no step runs until they are proven."""
         self._coordinator.suspect(reason)
+
+    def require_foreign(self, lora_id: int) -> None:
+        """Raise [`SetupError`] if something else is about to change the run's adapter or to take its slot."""
+        from vllm_delta.adapter_slot import ADAPTER_ID
+
+        if self._coordinator.adapter.position is None:
+            return
+        if lora_id == ADAPTER_ID:
+            raise SetupError(
+                f"this adapter follows {self._settings.bucket}, whose versions are the only ones that are loaded as "
+                "it; load another adapter under another name"
+            )
+        if self._max_loras == 1:
+            raise SetupError(
+                f"the server's only slot for adapters is that of the one in {self._settings.bucket}; start with "
+                "--max-loras 2 or more to load others beside it"
+            )
 
     def hold_on(self) -> None:
         """The scheduler was resumed. In the engine's thread."""

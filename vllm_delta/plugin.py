@@ -18,7 +18,10 @@ from vllm_delta.settings import BUCKET, Settings
 logger = logging.getLogger("vllm.vllm_delta.plugin")
 _registered = False
 # remote calls of vLLM's own workers that change weights
-_WRITERS = {"load_model", "reload_weights", "start_weight_update", "update_weights", "finish_weight_update"}
+_WRITERS = {
+    "load_model", "reload_weights", "start_weight_update", "update_weights", "finish_weight_update", "add_lora",
+    "remove_lora",
+}  # fmt: skip
 
 
 def register() -> None:
@@ -119,6 +122,21 @@ def _watch_writers(proc: Any) -> None:
             core.delta_driver.hold_on()
         return result
 
+    add, remove = proc.add_lora, proc.remove_lora
+
+    @functools.wraps(add)
+    def add_another(core: Any, lora_request: Any) -> Any:
+        if core.delta_driver is not None:
+            core.delta_driver.require_foreign(lora_request.lora_int_id)
+        return add(core, lora_request)
+
+    @functools.wraps(remove)
+    def remove_another(core: Any, lora_id: int) -> Any:
+        if core.delta_driver is not None:
+            core.delta_driver.require_foreign(lora_id)
+        return remove(core, lora_id)
+
+    proc.add_lora, proc.remove_lora = add_another, remove_another
     proc.collective_rpc = call_and_suspect
     proc.wake_up = wake_and_suspect
     proc.resume_scheduler = resume_unless_held

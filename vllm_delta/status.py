@@ -11,6 +11,7 @@ from collections import deque
 from itertools import accumulate
 from typing import Any, Literal
 
+from delta_wire.adapter import Adapter
 from delta_wire.digest import Digest
 from delta_wire.manifest import VersionId
 
@@ -39,6 +40,7 @@ class Status:
         self.version: VersionId | None = None
         self.digest: Digest | None = None
         self.target: VersionId | None = None
+        self._adapter: Adapter | None = None
         self._remark: str | None = None
         self.served_unix_s = time.time()
         self._staged_seq: int | None = None
@@ -111,6 +113,11 @@ class Status:
             self._buckets[bisect_left(_BUCKETS_S, pause_ms / 1000)] += 1
             self._pause_sum_s += pause_ms / 1000
 
+    def carries(self, adapter: Adapter) -> None:
+        """Versions are those of an adapter, which is in its place."""
+        with self._lock:
+            self._adapter = adapter
+
     def moved(self, version: VersionId | None, digest: Digest) -> None:
         """The live weights are another version than before."""
         with self._lock:
@@ -138,6 +145,7 @@ class Status:
                 "version": None if version is None else str(version),
                 "seq": None if version is None else version.seq,
                 "digest": None if self.digest is None else str(self.digest),
+                "adapter": None if self._adapter is None else self._adapter.to_json(),
                 "target_seq": None if target is None else target.seq,
                 "lag_versions": lag,
                 "staged_seq": self._staged_seq,

@@ -147,7 +147,7 @@ class Subscriber:
                     raise
                 logger.warning("going on from an anchor: %s", error)
                 return self.stage_checkpoint(target)
-        self._refuse_fork(position, target)
+        self.refuse_fork(position, target)
         return self.stage_checkpoint(target)
 
     def _seen_before(self, error: Exception) -> bool:
@@ -172,7 +172,8 @@ class Subscriber:
         folder.mkdir(exist_ok=True)
         return Staged("plan_checkpoint", self.reader.fetch_anchor(manifest, folder), manifest, 1)
 
-    def _refuse_fork(self, position: Position, target: Manifest) -> None:
+    def refuse_fork(self, position: Position, target: Manifest) -> None:
+        """Raise [`BaseMismatchError`] if a version does not descend from where the server stands."""
         here = position.version
         if target.version.run != here.run:
             return

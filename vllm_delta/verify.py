@@ -10,6 +10,7 @@ from typing import Any
 from delta_wire.digest import Digest
 from delta_wire.errors import DigestMismatchError
 from delta_wire.manifest import VersionId
+from vllm_delta.adapter_run import AdapterRun
 from vllm_delta.layout import total
 from vllm_delta.live import Live
 
@@ -37,17 +38,28 @@ class Verifications:
         for answer in self._take():
             answer.set_result(_failure(error))
 
-    def answer(self, live: Live, expected: Digest, version: VersionId | None) -> str | None:
-        """Answer all open requests. Returns what is wrong with the live weights, if anything is and somebody asked."""
+    def answer(
+        self, live: Live, expected: Digest, version: VersionId | None, adapter: AdapterRun | None = None
+    ) -> str | None:
+        """Answer all open requests. Returns what is wrong with the live weights, if anything is and somebody asked.
+
+        Args:
+            live (`Live`): the weights.
+            expected (`Digest`): what they must be.
+            version (`VersionId`, *optional*): that they are.
+            adapter (`AdapterRun`, *optional*): where versions are those of an adapter, it is compared, too, and the
+                answer is about it: the weights are its base.
+        """
         waiting = self._take()
         if not waiting:
             return None
         sums: dict[str, Digest] = {}
-        problem = None
+        problem = wrong = None
         try:
             sums = live.digests()
             if total(sums) != expected:
                 problem = f"a verification found digest {total(sums)}, expected {expected}"
+            wrong = None if adapter is None else adapter.prove()
         except DigestMismatchError as error:
             problem = f"a verification found that {error}"
         except Exception as error:
@@ -64,6 +76,17 @@ class Verifications:
             "ranks": live.layout.num_ranks,
             "tensors": {name: str(digest) for name, digest in sorted(sums.items())},
         }
+        at = None if adapter is None else adapter.position
+        if at is not None:
+            problem = problem or (wrong and f"a verification found that {wrong}")
+            result |= {
+                "digest": None if wrong else str(at.digest),
+                "expected": str(at.digest),
+                "equal": problem is None,
+                "problem": problem,
+                "version": str(at.version),
+                "base_digest": result["digest"],
+            }
         for answer in waiting:
             answer.set_result(result)
         return problem

@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from delta_wire.errors import FormatError
@@ -24,24 +25,70 @@ VERSIONS = b"x-weight-versions"
 # one look at the engine serves all requests that wait
 _LOOK_S = 0.05
 
-# versions of the answers that the current HTTP request has got from the engine, in order
-_answered: ContextVar[list[str] | None] = ContextVar("delta_answered", default=None)
+# how vLLM calls weights that nothing has replaced
+UNCHANGED = "default"
+
+
+@dataclass(slots=True)
+class _Answers:
+    """What the current HTTP request has got from the engine: versions in order, and the adapter that it asked for."""
+
+    versions: list[str] = field(default_factory=list)
+    adapter: str | None = None
+
+
+_answered: ContextVar[_Answers | None] = ContextVar("delta_answered", default=None)
 
 
 def note_versions(generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
     """Wrap `AsyncLLM.generate`: the HTTP request that asks for an answer learns which versions it is of."""
 
     @functools.wraps(generate)
-    async def noting(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        # an inner generator that is not closed would go on for a client that has left
-        async with contextlib.aclosing(generate(*args, **kwargs)) as outputs:  # type: ignore[type-var]
-            async for output in outputs:
-                noted = _answered.get()
-                if noted is not None and output.finished:
-                    noted += [span.version for one in output.outputs for span in one.weight_versions or ()]
-                yield output
+    def noting(*args: Any, lora_request: Any = None, **kwargs: Any) -> AsyncIterator[Any]:
+        adapter = None if lora_request is None else lora_request.lora_name
+        # now: a stream has told its version before its first output is asked for
+        noted = _answered.get()
+        if noted is not None:
+            noted.adapter = adapter
+        return _noted(generate(*args, lora_request=lora_request, **kwargs), adapter)
 
     return noting
+
+
+async def _noted(answers: AsyncIterator[Any], adapter: str | None) -> AsyncIterator[Any]:
+    # an inner generator that is not closed would go on for a client that has left
+    async with contextlib.aclosing(answers) as outputs:  # type: ignore[type-var]
+        async for output in outputs:
+            if output.finished:
+                for one in output.outputs:
+                    one.weight_versions = _spans_for(one.weight_versions, adapter)
+                noted = _answered.get()
+                if noted is not None:
+                    noted.versions += [span.version for one in output.outputs for span in one.weight_versions or ()]
+            yield output
+
+
+def version_for(label: str, adapter: str | None) -> str:
+    """What a label of the engine means for a request: those of adapters are none of the base model's versions.
+
+    Args:
+        label (`str`): a version, or `version@adapter` (see [`~vllm_delta.adapter_run.adapter_label`]).
+        adapter (`str`, *optional*): that the request asked for; `None` for the model itself.
+    """
+    version, at, name = label.partition("@")
+    return label if not at else version if name == adapter else UNCHANGED
+
+
+def _spans_for(spans: list[Any] | None, adapter: str | None) -> list[Any] | None:
+    """Version spans as a request has to see them."""
+    seen: list[Any] = []
+    for span in spans or ():
+        version = version_for(span.version, adapter)
+        if seen and seen[-1].version == version:
+            seen[-1] = replace(seen[-1], end=span.end)
+        else:
+            seen.append(replace(span, version=version))
+    return seen if spans is not None else None
 
 
 class Served:
@@ -104,7 +151,7 @@ class VersionMiddleware:
         for name, value in scope["headers"]:
             if name.lower() == MIN_VERSION and not await self._admit(value.decode("latin-1").strip(), client, send):
                 return
-        noted: list[str] = []
+        noted = _Answers()
         token = _answered.set(noted)
 
         async def send_with_version(message: Any) -> None:
@@ -142,12 +189,13 @@ class VersionMiddleware:
         return False
 
 
-async def _headers(noted: list[str], client: Any) -> list[tuple[bytes, bytes]]:
-    if not noted:
+async def _headers(noted: _Answers, client: Any) -> list[tuple[bytes, bytes]]:
+    if not noted.versions:
         # the answer starts before its first token, so it will be of this version or a later one
-        return [(VERSION, (await client.engine_core.get_weight_version_async()).encode())]
-    several = list(dict.fromkeys(noted))
-    headers = [(VERSION, noted[-1].encode())]
+        label = await client.engine_core.get_weight_version_async()
+        return [(VERSION, version_for(label, noted.adapter).encode())]
+    several = list(dict.fromkeys(noted.versions))
+    headers = [(VERSION, noted.versions[-1].encode())]
     return headers if len(several) == 1 else [*headers, (VERSIONS, ", ".join(several).encode())]
 
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from delta_wire.errors import DeltaError, LayoutError
 if TYPE_CHECKING:
     import torch
 
+    from vllm_delta.adapter_slot import AdapterPlan, AdapterSlot
     from vllm_delta.patcher import Patcher, Plan
 
 logger = logging.getLogger("vllm.vllm_delta.worker")
@@ -63,13 +65,18 @@ class Rank:
     Args:
         model (`torch.nn.Module`): the live model.
         folder (`Path`): the checkpoint it was loaded from.
+        lora (*optional*): vLLM's manager of adapters.
     """
 
-    def __init__(self, model: torch.nn.Module, folder: Path):
+    def __init__(self, model: torch.nn.Module, folder: Path, lora: Any = None):
         self._model = model
         self._folder = folder
         self._patcher: Patcher | None = None
-        self._plan: Plan | None = None
+        self._lora = lora
+        self._adapter: AdapterSlot | None = None
+        self._plan: Plan | AdapterPlan | None = None
+        # what makes, writes and takes back the plan
+        self._writer: Any = None
         self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delta-plan", initializer=_leave_main_core)
         self._job: tuple[int, Future[dict[str, Any]]] | None = None
 
@@ -81,8 +88,9 @@ class Rank:
         from vllm_delta.regions import trace
 
         table = Checkpoint(self._folder).table()
-        found = trace(self._model, table)
-        found.orders = find_orders(self._model, found.storages)
+        with self._without_adapters() as model:
+            found = trace(model, table)
+            found.orders = find_orders(model, found.storages)
         if not found.problems:
             self._patcher = Patcher(found, table)
         return {
@@ -91,6 +99,11 @@ class Rank:
             "table_sha256": table.sha256,
         }
 
+    def _without_adapters(self) -> AbstractContextManager[torch.nn.Module]:
+        from vllm_delta.unwrapped import unwrapped
+
+        return nullcontext(self._model) if self._lora is None else unwrapped(self._model)
+
     def submit(self, job: int, kind: str, *args: str) -> dict[str, Any]:
         """Start work in the side thread; nothing it does touches a live weight."""
         jobs = {
@@ -98,6 +111,8 @@ class Rank:
             "digest": self._digest,
             "plan_delta": self._plan_delta,
             "plan_checkpoint": self._plan_checkpoint,
+            "plan_adapter": self._plan_adapter,
+            "check_adapter": self._check_adapter,
         }
         self._job = (job, self._side.submit(jobs[kind], *args))
         return {}
@@ -119,7 +134,16 @@ class Rank:
         return self._patcher
 
     @property
-    def plan(self) -> Plan:
+    def adapter(self) -> AdapterSlot:
+        """The slot of the run's adapter."""
+        from vllm_delta.adapter_slot import AdapterSlot
+
+        if self._adapter is None:
+            self._adapter = AdapterSlot(self._lora)
+        return self._adapter
+
+    @property
+    def plan(self) -> Plan | AdapterPlan:
         if self._plan is None:
             raise LayoutError("this rank holds no plan")
         return self._plan
@@ -143,19 +167,27 @@ class Rank:
 
     def _planned(self, make: Callable[[], Plan]) -> dict[str, Any]:
         # the memory of an earlier plan goes first
-        self._plan = None
+        self._plan, self._writer = None, self.patcher
         self._plan = plan = make()
         return {"lanes": plan.lanes, "num_changed": plan.num_changed}
+
+    def _plan_adapter(self, folder: str, name: str) -> dict[str, Any]:
+        self._plan, self._writer = None, self.adapter
+        self._plan, reply = self.adapter.plan(Path(folder), name)
+        return reply
+
+    def _check_adapter(self) -> dict[str, Any]:
+        return self.adapter.check()
 
     def commit(self) -> dict[str, Any]:
         """Write the plan. Main thread, between two steps."""
         start = time.perf_counter()
-        lanes = self.patcher.commit(self.plan)
+        lanes = self._writer.commit(self.plan)
         return {"lanes": lanes, "scatter_ms": (time.perf_counter() - start) * 1000}
 
     def undo(self) -> dict[str, Any]:
         """Take the plan back. Main thread, between two steps."""
-        return {"restored": self.patcher.undo(self.plan)}
+        return {"restored": self._writer.undo(self.plan)}
 
     def release(self) -> dict[str, Any]:
         """Forget the plan and its memory."""
@@ -173,7 +205,8 @@ class DeltaWorkerExtension:
     @_answers
     def delta_trace(self) -> dict[str, Any]:
         model = self.get_model()  # type: ignore[attr-defined]
-        self.delta_rank_ = Rank(model, checkpoint_folder(self.model_config))
+        lora = getattr(getattr(self, "model_runner", None), "lora_manager", None)
+        self.delta_rank_ = Rank(model, checkpoint_folder(self.model_config), lora)
         return self.delta_rank_.trace()
 
     @_answers

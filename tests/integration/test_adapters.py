@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer publishes an adapter by itself, a server with --enable-lora serves it: every version as a fresh server
+does that was given a checkout of it as an ordinary adapter, and the base stays what it is."""
+
+import shutil
+import subprocess
+import sys
+import os
+import urllib.request
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import move_pointer, pointed_to
+from vllm_server import Server, Streams, WarmStart, serve
+
+from delta_wire.begin import pointer_bytes
+from delta_wire.bucket import BucketReader
+from delta_wire.checkpoint import Checkpoint
+from delta_wire.manifest import Manifest
+from delta_wire.replay import checkout
+from delta_wire.stores import open_store
+
+pytestmark = pytest.mark.e2e
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "cpu"
+SUPPORT = Path(__file__).parents[1] / "support"
+LORA = ("--enable-lora", "--max-lora-rank=8", "--max-loras=4")
+EXTENSION = "--worker-extension-cls=faulty_extension.Faulty"
+PROMPTS = ["What is 12 plus 30?", "The answer is", "First count, then fill. " * 40]
+NAME = "policy"
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bucket that `trl-delta sft` has filled with four versions of an adapter."""
+    folder = tmp_path_factory.mktemp("adapter") / "cpu"
+    shutil.copytree(CONFIGS, folder, ignore=shutil.ignore_patterns("runs", "model", "__pycache__"))
+    shutil.copytree(tiny_model("qwen3"), folder / "model")
+    before = Checkpoint(folder / "model").digest()
+    options = ["--use_peft", "--lora_r", "4", "--lora_alpha", "6", "--lora_target_modules", "all-linear"]
+    options += ["--delta_sync_adapter", "separate", "--delta_sync_adapter_name", NAME, "--learning_rate", "0.05"]
+    # wrong bases and all else that would end publishing must end the test
+    options += ["--delta_sync_on_failure", "stop"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trl_delta", "sft", "--config", "sft.yaml", *options],
+        cwd=folder,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    bucket = folder / "runs" / "sft-bucket"
+    adapter = pointed_to(bucket).adapter
+    assert adapter is not None and adapter.base_digest == before == Checkpoint(folder / "model").digest()
+    return folder
+
+
+def environment(bucket: Path) -> dict[str, str]:
+    return {
+        "DELTA_SYNC_BUCKET": str(bucket),
+        "DELTA_SYNC_POLL_S": "0.1",
+        "PYTHONPATH": str(SUPPORT),
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+
+
+def versions(bucket: Path) -> list[Manifest]:
+    reader = BucketReader(open_store(bucket))
+    return list(reader.walk(pointed_to(bucket)))[::-1]
+
+
+def answers(server: Server, model: str) -> list[Any]:
+    """Tokens and log probabilities of all prompts, one after the other."""
+    asked = Server(server.url, model, server.log)
+    choices = [asked.complete(prompt, max_tokens=24)["logprobs"] for prompt in PROMPTS]
+    return [(choice["tokens"], choice["token_logprobs"], choice["top_logprobs"]) for choice in choices]
+
+
+def headers(server: Server, model: str, **options: Any) -> dict[str, str]:
+    body = {"model": model, "prompt": "x", "max_tokens": 2} | options
+    request = urllib.request.Request(
+        server.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        response.read()
+        return {name: value for name, value in response.headers.items() if name.startswith("x-weight-version")}
+
+
+def arm(server: Server, *faults: str) -> None:
+    body = {"method": "delta_arm", "args": [0, list(faults)]}
+    assert server.request("/collective_rpc", body)["results"]
+
+
+@pytest.fixture(scope="module")
+def followed(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, warm: WarmStart
+) -> Iterator[tuple[Server, Path, list[Manifest]]]:
+    """A server that follows a copy of the bucket, whose pointer names the first version, and all versions."""
+    bucket = tmp_path_factory.mktemp("followed") / "bucket"
+    shutil.copytree(run / "runs" / "sft-bucket", bucket)
+    every = versions(bucket)
+    move_pointer(bucket, pointer_bytes(every[0]))
+    flags = (EXTENSION, *LORA, "--enable-scale-out")
+    with serve(run / "model", bucket.with_name("log"), *flags, env=environment(bucket), start=warm) as server:
+        server.wait(lambda s: s["seq"] == 0, "version 0")
+        yield server, bucket, every
+
+
+def test_every_version_is_what_a_fresh_server_makes_of_its_checkout(
+    followed: tuple[Server, Path, list[Manifest]], run: Path, tmp_path: Path, warm: WarmStart
+):
+    server, bucket, every = followed
+    assert len(every) == STEPS + 1
+    base = run / "model"
+    before = answers(server, str(base))
+    assert [card["id"] for card in server.request("/v1/models")["data"]] == [str(base), NAME]
+    # an adapter whose B is zero is the base
+    found = [answers(server, NAME)]
+    assert found[0] == before
+    streams = Streams(Server(server.url, NAME, server.log), [[5, 6, 7], list(range(10, 150))], 300)
+    for manifest in every[1:]:
+        move_pointer(bucket, pointer_bytes(manifest))
+        status = server.wait(lambda s, seq=manifest.version.seq: s["seq"] == seq, f"version {manifest.version.seq}")
+        assert status["state"] == "serving" and status["digest"] == str(manifest.digest)
+        # long prompts find no keys and values of an older version
+        found.append(answers(server, NAME))
+        assert headers(server, NAME) == {"x-weight-version": str(manifest.version)}
+        assert headers(server, NAME, stream=True) == {"x-weight-version": str(manifest.version)}
+        assert headers(server, str(base)) == headers(server, str(base), stream=True) == {"x-weight-version": "default"}
+    labels = [str(manifest.version) for manifest in every]
+    for stream in streams.finish():
+        seen = [span["version"] for spans in stream for span in spans]
+        assert seen == sorted(seen, key=labels.index)
+    assert answers(server, str(base)) == before
+    proof = server.verify()
+    assert proof["equal"] and proof["version"] == labels[-1] and proof["digest"] == str(every[-1].digest)
+    assert proof["base_digest"] == str(Checkpoint(base).digest())
+
+    reader = BucketReader(open_store(bucket))
+    folders = [checkout(reader, manifest, tmp_path / f"v{manifest.version.seq}") for manifest in every]
+    modules = [f"{folder.name}={folder}" for folder in folders]
+    # the same extension, so that both use the same kernels; its bucket stays empty
+    (tmp_path / "empty").mkdir()
+    flags = (EXTENSION, *LORA, "--lora-modules", *modules)
+    with serve(base, tmp_path / "fresh.log", *flags, env=environment(tmp_path / "empty"), start=warm) as fresh:
+        expected = [answers(fresh, folder.name) for folder in folders]
+    assert found == expected
+    # and they are different policies
+    assert all(left != right for at, left in enumerate(found) for right in found[:at])
+
+
+def test_a_version_that_does_not_arrive_is_taken_back(followed: tuple[Server, Path, list[Manifest]]):
+    server, bucket, every = followed
+    move_pointer(bucket, pointer_bytes(every[1]))
+    # from wherever the test before has left it
+    server.wait(lambda s: s["state"] == "serving", "serving")
+    at = server.status()["seq"]
+    shutil.copyfile(bucket / "LATEST", bucket / ".LATEST")
+    assert at in (0, STEPS)
+
+
+def test_only_versions_of_the_run_are_loaded_as_its_adapter(followed: tuple[Server, Path, list[Manifest]]):
+    server, _, _ = followed
+    assert server.verify()["equal"]
+
+
+def test_an_adapter_of_another_base_is_refused(run: Path, tmp_path: Path, warm: WarmStart):
+    """Both digests are told, the adapter is not there, the model is served as it is."""
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "other"
+    shutil.copytree(run / "model", other)
+    weights = load_file(other / "model.safetensors")
+    weights["lm_head.weight"][0, 0] += 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    bucket = run / "runs" / "sft-bucket"
+    with serve(other, tmp_path / "log", EXTENSION, *LORA, env=environment(bucket), start=warm) as server:
+        status = server.wait(lambda s: s["state"] == "degraded", "the refusal")
+        assert str(Checkpoint(run / "model").digest()) in status["reason"]
+        assert str(Checkpoint(other).digest()) in status["reason"]
+        assert [card["id"] for card in server.request("/v1/models")["data"]] == [str(other)]
+        assert headers(server, str(other)) == {"x-weight-version": "default"}
