@@ -192,9 +192,10 @@ class Campaign:
                 self.result.recovery_s.append(time.monotonic() - began_s)
                 return
             if time.monotonic() - nudged_s > pause_s:
-                # training goes on, but nobody can be up to date with one that is faster than the bucket
+                # training goes on, so that an anchor leads past what is lost for good; with growing pauses, because
+                # nobody can be up to date with a trainer that is faster than the bucket
+                self.trainer.send("train", int(pause_s))
                 nudged_s, pause_s = time.monotonic(), 2 * pause_s
-                self.trainer.send("train", 1)
                 self._durable = ("", False, None, "")
             time.sleep(0.004)
         self.result.unrecovered += 1
