@@ -37,7 +37,8 @@ test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/integration
 
 matrix: $(READY)
-	$(BIN)/python -m pytest tests/integration/test_matrix.py tests/integration/test_shards.py tests/integration/test_rank_trainers.py -m "matrix or not matrix" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/integration/test_matrix.py tests/integration/test_shards.py tests/integration/test_rank_trainers.py \
+		tests/integration/test_trainers.py -m "matrix or not matrix" $(PYTEST_ARGS)
 
 docs-check: $(READY)
 	$(BIN)/python tools/docs_check.py --full

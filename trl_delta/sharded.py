@@ -359,7 +359,8 @@ class ShardedPublisher(Publisher):
         with self._changed:
             self._changed.wait_for(lambda: self._drained() or self.stopped is not None, timeout_s)
             self.failure = self.stopped
-            return self._drained()
+            # with nothing under way either, if it has stopped before this process had begun the last one
+            return self._drained() and self.failure is None
 
     def close(self, timeout_s: float) -> bool:
         durable = super().close(timeout_s)

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,12 +37,12 @@ def folder(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def train(folder: Path, command: str, *options: str) -> str:
-    """Run `trl-delta COMMAND --config COMMAND.yaml`; returns what it prints."""
+def train(folder: Path, command: str, *options: str, launcher: Sequence[str] = ()) -> str:
+    """Run `trl-delta COMMAND --config COMMAND.yaml`, on several processes by a launcher; returns what it prints."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DELTA_SYNC_")}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "trl_delta", command, "--config", f"{command}.yaml", *options],
+        [sys.executable, "-m", *launcher, "trl_delta", command, "--config", f"{command}.yaml", *options],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -52,6 +52,9 @@ def train(folder: Path, command: str, *options: str) -> str:
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     return said
+
+
+ACCELERATE = ("accelerate.commands.launch", "--config_file", "accelerate.yaml", "-m")
 
 
 def digest_of_saved(folder: Path) -> Digest:
@@ -67,6 +70,16 @@ def test_sft_publishes_what_it_saves(folder: Path):
     assert pointed_to(bucket).step == 3
     assert pointed_to(bucket).digest == digest_of_saved(folder / "runs" / "sft")
     assert all(check.ok for check in verify(BucketReader(open_store(bucket))))
+
+
+def test_sft_on_two_processes_by_accelerate_launch(folder: Path):
+    """Every process publishes its part; together they are what the first one saves."""
+    # the bucket of another run; the rest is in the files
+    train(folder, "sft", "--delta_sync", "runs/sft-2-bucket", "--output_dir", "runs/sft-2", launcher=ACCELERATE)
+    last = pointed_to(folder / "runs" / "sft-2-bucket")
+    assert last.step == 3 and last.delta is not None and len(last.delta.objects) == 2
+    assert last.digest == digest_of_saved(folder / "runs" / "sft-2")
+    assert all(check.ok for check in verify(BucketReader(open_store(folder / "runs" / "sft-2-bucket"))))
 
 
 def test_dpo_with_an_adapter_publishes_merged_weights(folder: Path, tmp_path: Path):
@@ -149,3 +162,25 @@ def test_async_grpo_goes_on_with_the_run(folder: Path, server: Server):
         sampled = float(re.search(r"'delta/sample_version': '?([\d.]+)", line)[1])  # pyright: ignore
         assert before.version.seq <= sampled <= after.version.seq
         assert 0 <= float(re.search(r"'delta/mixed_frac': '?([\d.]+)", line)[1]) <= 1  # pyright: ignore
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("command", ["grpo", "async_grpo"])
+def test_two_processes_go_on_with_the_run_for_a_real_server(folder: Path, server: Server, command: str):
+    """Both publish, the first one generates, and the server ends with the model that is saved."""
+    bucket = folder / "runs" / "bucket"
+    if not (bucket / "LATEST").exists():
+        train(folder, "grpo", "--vllm_server_base_url", server.url)
+    before = pointed_to(bucket)
+    # under one of the names that the server goes by
+    shutil.rmtree(folder / "again", ignore_errors=True)
+    checkout(BucketReader(open_store(bucket)), before, folder / "again")
+    options = ("--vllm_server_base_url", server.url, "--model_name_or_path", "again", "--output_dir", "runs/two")
+    said = train(folder, command, *options, launcher=ACCELERATE)
+    after = pointed_to(bucket)
+    assert (after.version.run, after.version.epoch) == (before.version.run, before.version.epoch + 1)
+    assert after.step == 3 and after.delta is not None and len(after.delta.objects) == 2
+    assert after.digest == digest_of_saved(folder / "runs" / "two")
+    server.wait(lambda s: s["version"] == str(after.version), "the weights of the last step")
+    assert server.verify()["digest"] == str(after.digest)
+    assert len([line for line in said.splitlines() if "'delta/served_version'" in line]) == 3

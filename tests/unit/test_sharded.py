@@ -305,6 +305,25 @@ def test_a_first_rank_that_has_died_is_noticed(make_fleet):
     assert not fleet.ranks[1].publisher.wait(WAIT_S)
 
 
+def test_a_first_rank_that_dies_between_two_steps_leaves_its_weights_unpublished(make_fleet):
+    """The others have nothing under way then, and yet what they hold is not in the bucket."""
+    fleet = make_fleet()
+    fleet.step()
+    fleet.settle()
+    survivor = fleet.ranks[1].publisher
+
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+    store, survivor._ranks._store = survivor._ranks._store, Gone()
+    fleet.run.next_delta()
+    fleet.ranks[1].step(2)
+    assert "cannot reach the store" in fleet.ranks[1].failures[0]
+    assert not survivor.wait(WAIT_S)
+    survivor._ranks._store = store
+
+
 def test_errors_of_one_rank_are_told_to_all_at_the_start():
     keys = HashStore()
     found: dict[int, str] = {}
