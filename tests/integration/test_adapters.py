@@ -2,17 +2,19 @@
 """A trainer publishes an adapter by itself, a server with --enable-lora serves it: every version as a fresh server
 does that was given a checkout of it as an ordinary adapter, and the base stays what it is."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
-import os
+import urllib.error
 import urllib.request
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from training import move_pointer, pointed_to
 from vllm_server import Server, Streams, WarmStart, serve
 
@@ -31,18 +33,20 @@ LORA = ("--enable-lora", "--max-lora-rank=8", "--max-loras=4")
 EXTENSION = "--worker-extension-cls=faulty_extension.Faulty"
 PROMPTS = ["What is 12 plus 30?", "The answer is", "First count, then fill. " * 40]
 NAME = "policy"
-STEPS = 3
+# the last one for what goes wrong
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def run(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bucket that `trl-delta sft` has filled with four versions of an adapter."""
+    """A bucket that `trl-delta sft` has filled with the versions of an adapter."""
     folder = tmp_path_factory.mktemp("adapter") / "cpu"
     shutil.copytree(CONFIGS, folder, ignore=shutil.ignore_patterns("runs", "model", "__pycache__"))
     shutil.copytree(tiny_model("qwen3"), folder / "model")
     before = Checkpoint(folder / "model").digest()
     options = ["--use_peft", "--lora_r", "4", "--lora_alpha", "6", "--lora_target_modules", "all-linear"]
     options += ["--delta_sync_adapter", "separate", "--delta_sync_adapter_name", NAME, "--learning_rate", "0.05"]
+    options += ["--max_steps", str(STEPS)]
     # wrong bases and all else that would end publishing must end the test
     options += ["--delta_sync_on_failure", "stop"]
     done = subprocess.run(
@@ -66,6 +70,7 @@ def environment(bucket: Path) -> dict[str, str]:
         "DELTA_SYNC_POLL_S": "0.1",
         "PYTHONPATH": str(SUPPORT),
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }
 
 
@@ -123,7 +128,7 @@ def test_every_version_is_what_a_fresh_server_makes_of_its_checkout(
     found = [answers(server, NAME)]
     assert found[0] == before
     streams = Streams(Server(server.url, NAME, server.log), [[5, 6, 7], list(range(10, 150))], 300)
-    for manifest in every[1:]:
+    for manifest in every[1:-1]:
         move_pointer(bucket, pointer_bytes(manifest))
         status = server.wait(lambda s, seq=manifest.version.seq: s["seq"] == seq, f"version {manifest.version.seq}")
         assert status["state"] == "serving" and status["digest"] == str(manifest.digest)
@@ -138,11 +143,11 @@ def test_every_version_is_what_a_fresh_server_makes_of_its_checkout(
         assert seen == sorted(seen, key=labels.index)
     assert answers(server, str(base)) == before
     proof = server.verify()
-    assert proof["equal"] and proof["version"] == labels[-1] and proof["digest"] == str(every[-1].digest)
+    assert proof["equal"] and proof["version"] == labels[-2] and proof["digest"] == str(every[-2].digest)
     assert proof["base_digest"] == str(Checkpoint(base).digest())
 
     reader = BucketReader(open_store(bucket))
-    folders = [checkout(reader, manifest, tmp_path / f"v{manifest.version.seq}") for manifest in every]
+    folders = [checkout(reader, manifest, tmp_path / f"v{manifest.version.seq}") for manifest in every[:-1]]
     modules = [f"{folder.name}={folder}" for folder in folders]
     # the same extension, so that both use the same kernels; its bucket stays empty
     (tmp_path / "empty").mkdir()
@@ -156,23 +161,42 @@ def test_every_version_is_what_a_fresh_server_makes_of_its_checkout(
 
 def test_a_version_that_does_not_arrive_is_taken_back(followed: tuple[Server, Path, list[Manifest]]):
     server, bucket, every = followed
-    move_pointer(bucket, pointer_bytes(every[1]))
-    # from wherever the test before has left it
-    server.wait(lambda s: s["state"] == "serving", "serving")
-    at = server.status()["seq"]
-    shutil.copyfile(bucket / "LATEST", bucket / ".LATEST")
-    assert at in (0, STEPS)
-
-
-def test_only_versions_of_the_run_are_loaded_as_its_adapter(followed: tuple[Server, Path, list[Manifest]]):
-    server, _, _ = followed
+    old = server.wait(lambda s: s["state"] == "serving", "the version before")
+    before = answers(server, NAME)
+    arm(server, "adapter")
+    move_pointer(bucket, pointer_bytes(every[-1]))
+    status = server.wait(lambda s: s["state"] == "degraded", "the refusal")
+    assert f"version {every[-1].version} of the adapter could not be put in place" in status["reason"]
+    assert "the live adapter is not what" in status["reason"]
+    assert f"every rank serves {old['version']} again" in status["reason"]
+    assert status["version"] == old["version"] and status["commits"] == old["commits"]
+    assert answers(server, NAME) == before
+    assert headers(server, NAME) == {"x-weight-version": old["version"]}
+    arm(server)
+    server.wait(lambda s: s["state"] == "serving" and s["digest"] == str(every[-1].digest), "the version itself")
     assert server.verify()["equal"]
+
+
+def test_what_is_not_the_version_is_found_and_mended(followed: tuple[Server, Path, list[Manifest]]):
+    """A bit of the live adapter flips; and somebody loads another adapter under the run's name."""
+    server, _, _ = followed
+    before, status = answers(server, NAME), server.status()
+    assert server.request("/collective_rpc", {"method": "delta_spoil"})["results"]
+    found = server.verify()
+    assert not found["equal"] and found["digest"] is None and "the live adapter is not what" in found["problem"]
+    server.wait(lambda s: s["state"] == "serving" and s["commits"] > status["commits"], "the recovery")
+    assert server.verify()["equal"]
+    assert answers(server, NAME) == before
+
+    body = {"lora_name": NAME, "lora_path": "/nowhere", "load_inplace": True}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.request("/v1/load_lora_adapter", body)
+    assert "whose versions are the only ones that are loaded as it" in refused.value.read().decode()
+    assert answers(server, NAME) == before
 
 
 def test_an_adapter_of_another_base_is_refused(run: Path, tmp_path: Path, warm: WarmStart):
     """Both digests are told, the adapter is not there, the model is served as it is."""
-    from safetensors.torch import load_file, save_file
-
     other = tmp_path / "other"
     shutil.copytree(run / "model", other)
     weights = load_file(other / "model.safetensors")

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from delta_wire import kernels
+from vllm_delta.adapter_slot import ADAPTER_ID, AdapterSlot
 from vllm_delta.worker import DeltaWorkerExtension
 
 
@@ -36,7 +39,21 @@ class Faulty(DeltaWorkerExtension):
             args = (str(half),)
         return super().delta_submit(job, kind, *args)
 
+    def delta_spoil(self) -> dict[str, Any]:
+        """Flip a bit of the run's adapter."""
+        _spoil(self.delta_rank_.adapter)
+        return {}
+
     def delta_commit(self) -> dict[str, Any]:
+        if "adapter" in self.delta_faults_:
+            put = AdapterSlot._put
+
+            def put_and_spoil(slot: AdapterSlot, loaded: Any) -> None:
+                put(slot, loaded)
+                _spoil(slot)
+
+            with mock.patch.object(AdapterSlot, "_put", put_and_spoil):
+                return super().delta_commit()
         if "scatter" not in self.delta_faults_:
             return super().delta_commit()
 
@@ -52,3 +69,10 @@ class Faulty(DeltaWorkerExtension):
         if "undo" in self.delta_faults_:
             return {"restored": False}
         return super().delta_undo()
+
+
+def _spoil(slot: AdapterSlot) -> None:
+    manager = slot._manager
+    # not the embedding, whose buffers have another form
+    layer = next(module for module in manager.modules.values() if isinstance(module.lora_b_stacked, tuple))
+    layer.lora_b_stacked[0].view(torch.int16)[manager.lora_index_to_id.index(ADAPTER_ID), 0, 0, 0] ^= 1
