@@ -33,6 +33,8 @@ pytestmark = pytest.mark.e2e
 # the last one fills more than one block of the prefix cache (128 tokens on a CPU)
 PROMPTS = ["What is 12 plus 30?", "First count, then fill. " * 40]
 COMPILING = tuple(flag for flag in FLAGS if flag != "--enforce-eager")
+QUANTISING = "--quantization=fp8_per_channel"
+COMMON = {"eager": FLAGS, "compiled": COMPILING, "fp8": (*FLAGS, QUANTISING), "fp8-compiled": (*COMPILING, QUANTISING)}
 
 
 @dataclass
@@ -157,8 +159,13 @@ ALL_COMPILED = [*((kind, tensor, 1, "compiled") for tensor in (1, 2) for kind in
 COMPILED = [("qwen3-moe", 1, 1, "compiled"), ("llama", 2, 1, "compiled")]
 # attention whose factors are views of a loaded projection
 LATENT = [("deepseek-v2", 1, 1, "eager")]
-CELLS = [(*cell, 2) for cell in (*EAGER, *COMPILED)]
-CELLS += [pytest.param(*cell, 20, marks=pytest.mark.matrix) for cell in (*EAGER, *ALL_COMPILED, *LATENT)]
+# and where they are computed from a quantised one, as all the other projections are from the checkpoint's weights
+COMPUTED = [("deepseek-v2", 1, 1, "fp8")]
+ALL_COMPUTED = [*COMPUTED, ("qwen3", 2, 1, "fp8"), ("llama", 1, 1, "fp8-compiled")]
+CELLS = [(*cell, 2) for cell in (*EAGER, *COMPILED, *COMPUTED)]
+CELLS += [
+    pytest.param(*cell, 20, marks=pytest.mark.matrix) for cell in (*EAGER, *ALL_COMPILED, *LATENT, *ALL_COMPUTED)
+]
 
 
 @pytest.mark.parametrize(("kind", "tensor", "pipeline", "mode", "versions"), CELLS)
@@ -189,9 +196,8 @@ def test_an_updated_server_answers_like_a_fresh_one(
             "DELTA_SYNC_POLL_S": "0.05",
             "VLLM_CPU_OMP_THREADS_BIND": cores,
         }
-        common = FLAGS if mode == "eager" else COMPILING
         return stack.enter_context(
-            serve(model, tmp_path / name / "server.log", *flags, env=env, start=warm, common=common)
+            serve(model, tmp_path / name / "server.log", *flags, env=env, start=warm, common=COMMON[mode])
         )
 
     def follow(server: Server, first: int, last: int) -> list[dict[str, Any]]:
@@ -208,7 +214,7 @@ def test_an_updated_server_answers_like_a_fresh_one(
 
     with ExitStack() as stack, ThreadPoolExecutor(1) as beside:
         # what one has compiled the other finds; otherwise both start at once
-        later = None if mode == "compiled" else beside.submit(start, "fresh", run.checkout)
+        later = None if "compiled" in mode else beside.submit(start, "fresh", run.checkout)
         server = start("live", run.base)
         server.wait(lambda s: s["state"] == "serving" and s["seq"] == 0, "version 0")
         before = answers(server)
