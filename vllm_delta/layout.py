@@ -131,8 +131,8 @@ def refuse(problems: Mapping[str, str]) -> None:
     shown = "; ".join(f"{name}: {reason}" for name, reason in list(problems.items())[:_SHOWN])
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     raise LayoutError(
-        f"the server cannot patch {len(problems)} tensors exactly: {shown}{more}. Serve an unquantised bf16 "
-        "checkpoint with --dtype bfloat16 and without options that repack weights."
+        f"the server cannot patch {len(problems)} tensors exactly: {shown}{more}. Serve a bf16 checkpoint with "
+        "--dtype bfloat16 and without options that repack weights."
     )
 
 

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest
 from delta_wire.state import TensorTable
 from vllm_delta.layout import Layout, refuse, total
 from vllm_delta.ranks import Ranks
+
+logger = logging.getLogger("vllm.vllm_delta.live")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +45,25 @@ class Live:
         table = Checkpoint(folder).table()
         layout = Layout(table, ranks.trace())
         problems: dict[str, str] = {}
-        for rank, reply in enumerate(ranks.job("check")):
-            for name, reason in reply["problems"].items():
-                problems.setdefault(name, f"{reason} (rank {rank})")
+
+        def note(replies: list[dict[str, Any]]) -> None:
+            for rank, reply in enumerate(replies):
+                for name, reason in reply["problems"].items():
+                    problems.setdefault(name, f"{reason} (rank {rank})")
+
+        checked = ranks.job("check")
+        note(checked)
         refuse(problems)
+        computed = [reply["computed"] for reply in checked]
+        for number in range(max(map(len, computed))):
+            note(ranks.prove(number))
+        refuse(problems)
+        if any(computed):
+            logger.info(
+                "vLLM computes %s from their weights; these are kept in host memory, and what an update touches is "
+                "computed anew",
+                ", ".join(dict.fromkeys(name for names in computed for name in names)),
+            )
         return cls(ranks, layout, table, folder, total(_digests(ranks, layout)))
 
     def digests(self) -> dict[str, Digest]:

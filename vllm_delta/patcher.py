@@ -20,9 +20,10 @@ import torch
 from delta_wire import kernels
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest, tensor_keys
-from delta_wire.errors import LayoutError
+from delta_wire.errors import DigestMismatchError, LayoutError
 from delta_wire.state import TensorDelta, TensorTable, resolve
 from vllm_delta.blocks import Block
+from vllm_delta.computed import Computed
 from vllm_delta.layout import refuse
 from vllm_delta.regions import Region, Trace
 from vllm_delta.staging import read_staged
@@ -41,12 +42,20 @@ class Part:
 
 @dataclass(slots=True)
 class Plan:
-    """A change of this rank's weights, ready to be written, and what it adds to the digest of each region."""
+    """A change of this rank's weights, ready to be written, and what it adds to the digest of each region.
+
+    Args:
+        parts: region by region.
+        writes: the bits of `parts`, one entry for each device.
+        computed: parts of the model to compute anew, → their seals until then. The same on all ranks of
+            a tensor-parallel group, whatever each of them holds of the change: computing may need all of them.
+    """
 
     parts: list[Part] = field(default_factory=list)
-    writes: kernels.Replacements = field(default_factory=lambda: kernels.Replacements([]))
+    writes: list[kernels.Replacements] = field(default_factory=list)
     lanes: LanesDict = field(default_factory=dict)
     num_changed: int = 0
+    computed: dict[Computed, Digest | None] = field(default_factory=dict)
     state: Literal["ready", "begun", "written", "undone"] = "ready"
 
 
@@ -63,6 +72,8 @@ class Patcher:
         self._regions = trace.regions
         self._storages = trace.storages
         self._orders = trace.orders
+        self._in_host = trace.computed
+        self.computed = list(dict.fromkeys(trace.computed.values()))
         self._table = table
         self._of_tensor: dict[str, list[int]] = {}
         for at, region in enumerate(trace.regions):
@@ -75,7 +86,8 @@ class Patcher:
     @property
     def device(self) -> torch.device:
         """Where the live weights are."""
-        return self._storages[0].device if self._storages else torch.device("cpu")
+        live = (flat.device for at, flat in enumerate(self._storages) if at not in self._in_host)
+        return next(live, torch.device("cpu"))
 
     def plan_delta(self, path: Path) -> Plan:
         """Plan a sparse change from a staged file. Every index is checked before anything is planned.
@@ -83,7 +95,9 @@ class Patcher:
         Steps become bits here, from the bits that are live now; the commit makes sure that they still are.
         """
         plan = Plan()
-        for name, change in read_staged(path, self._table).items():
+        delta = read_staged(path, self._table)
+        plan.computed = {part: part.seal for part in self.computed if not delta.keys().isdisjoint(part.tensors)}
+        for name, change in delta.items():
             for at in self._of_tensor.get(name, ()):
                 chosen, positions = self._regions[at].locate(change.indices)
                 if positions.size:
@@ -94,12 +108,12 @@ class Patcher:
                         relative=None if change.relative is None else change.relative[chosen],
                     )
                     self._add(plan, at, own, positions)
-        plan.writes = kernels.Replacements([part.bits for part in plan.parts])
-        return plan
+        return _ready(plan)
 
     def plan_checkpoint(self, folder: Path) -> Plan:
         """Plan what turns the live weights into those of a checkpoint: only the elements that differ."""
-        plan = Plan()
+        # whether the computed parts still are what they were computed to is not asked
+        plan = Plan(computed={part: part.seal for part in self.computed})
         checkpoint = Checkpoint(folder)
         self._table.require_same(checkpoint.table(), "the loaded checkpoint", str(folder))
         for at, region in enumerate(self._regions):
@@ -113,8 +127,7 @@ class Patcher:
                     indices, positions = _dot(source, differs), _dot(target, differs)
                     own = TensorDelta(region.tensor, indices, np.ascontiguousarray(wanted[differs]))
                     self._add(plan, at, own, positions)
-        plan.writes = kernels.Replacements([part.bits for part in plan.parts])
-        return plan
+        return _ready(plan)
 
     def _add(self, plan: Plan, at: int, change: TensorDelta, positions: np.ndarray) -> None:
         """Add a region's change to a plan, with the bits that are live now and the digest of the difference."""
@@ -150,7 +163,8 @@ class Patcher:
         if plan.state != "ready":
             raise LayoutError(f"this plan was already {plan.state}; stage the version again")
         plan.state = "begun"
-        for part, (stale, unwritten) in zip(plan.parts, plan.writes.run(), strict=True):
+        counts = [count for writes in plan.writes for count in writes.run()]
+        for part, (stale, unwritten) in zip(plan.parts, counts, strict=True):
             if stale:
                 raise LayoutError(
                     f"{self._name(part)} changed between staging and commit; something else writes to it"
@@ -176,7 +190,16 @@ class Patcher:
         return self._regions[part.region].tensor
 
     def digest(self) -> LanesDict:
-        """Digest of every region, over all of its live bits."""
+        """Digest of every region, over all of its live bits.
+
+        Raises:
+            DigestMismatchError: something else has written into a computed part.
+        """
+        for part in self.computed:
+            if not part.intact():
+                raise DigestMismatchError(
+                    f"{part.name}: the live tensors are not those that were computed from {', '.join(part.tensors)}"
+                )
         result: LanesDict = {}
         for at, region in enumerate(self._regions):
             keys, sums = tensor_keys(region.tensor), Digest()
@@ -225,6 +248,16 @@ class Patcher:
             flat = self._storages[storage]
             return kernels.gather(flat, torch.from_numpy(positions).to(flat.device)).reshape(block.sizes)
         return self._storages[storage].as_strided(block.sizes, block.steps, block.start)
+
+
+def _ready(plan: Plan) -> Plan:
+    """Order the parts of a plan by device, and prepare what is written there."""
+    devices: dict[torch.device, list[Part]] = {}
+    for part in plan.parts:
+        devices.setdefault(part.bits.flat.device, []).append(part)
+    plan.parts = [part for parts in devices.values() for part in parts]
+    plan.writes = [kernels.Replacements([part.bits for part in parts]) for parts in devices.values()]
+    return plan
 
 
 def _slices(region: Region, max_dims: int = 3, max_elements: int = 1 << 26) -> Iterator[tuple[Block, Block]]:

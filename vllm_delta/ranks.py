@@ -63,6 +63,10 @@ class Ranks:
                 return replies
             time.sleep(_POLL_S)
 
+    def prove(self, number: int) -> list[dict[str, Any]]:
+        """Compute one of the computed parts anew, on all ranks between the same two steps, and compare."""
+        return self._ask("delta_prove", number)
+
     def release(self) -> None:
         """Let all ranks forget their plan."""
         self._ask("delta_release")

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from delta_wire.state import TensorTable
 from vllm_delta.blocks import Block, coverage, merge_axes
 from vllm_delta.orders import Order
+
+if TYPE_CHECKING:
+    from vllm_delta.computed import Computed
 
 _aten = torch.ops.aten
 # tensors of modules that hold what a request needs
@@ -84,12 +88,14 @@ class Trace:
         storages: one flat int16 view per live storage that a region points to.
         problems: checkpoint or parameter name → why it cannot be patched.
         orders: storage → how its slabs have been permuted since loading; the targets of regions know nothing of it.
+        computed: storage → the part of the model that is computed from it, if it is no live one but in host memory.
     """
 
     regions: list[Region] = field(default_factory=list)
     storages: list[torch.Tensor] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
     orders: dict[int, Order] = field(default_factory=dict)
+    computed: dict[int, Computed] = field(default_factory=dict)
 
 
 def trace(model: torch.nn.Module, table: TensorTable) -> Trace:
@@ -173,7 +179,7 @@ class _Tracer(TorchDispatchMode):
         param, live = self._live[key]
         if key not in self._storage_of:
             self._storage_of[key] = len(self.result.storages)
-            self.result.storages.append(_flat_bits(live))
+            self.result.storages.append(flat_bits(live))
         self.result.regions.append(Region(name, param, self._storage_of[key], from_block, to_block))
 
     def _fill(self, target: torch.Tensor) -> None:
@@ -193,12 +199,8 @@ class _Tracer(TorchDispatchMode):
                 f"no tensor of the checkpoint is copied into this live parameter {list(shape)}: it is derived, "
                 "repacked after loading, or loaded by other means",
             )
-        for name, copy in self._derived():
-            result.problems.setdefault(
-                name,
-                f"a tensor {list(copy.shape)} beside the parameters: what the server computes from weights after "
-                "loading would keep the old ones",
-            )
+        for name, reason in self._derived():
+            result.problems.setdefault(name, reason)
         targets: dict[int, list[Block]] = {}
         for region in result.regions:
             targets.setdefault(region.storage, []).append(region.target)
@@ -215,10 +217,12 @@ class _Tracer(TorchDispatchMode):
                         )
         return result
 
-    def _derived(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _derived(self) -> Iterator[tuple[str, str]]:
         """Numbers that hang on a module and are neither parameter nor buffer nor a view of one, as the factors that
-        latent attention makes of its projections."""
+        latent attention makes of its projections or what a CPU kernel has packed."""
         for prefix, module in self._model.named_modules():
+            if vars(module).get("cpu_linear", linear) is not linear:
+                yield f"{prefix}.weight", "a kernel keeps a packed copy of it, which would keep the old weights"
             for name, value in vars(module).items():
                 if (
                     isinstance(value, torch.Tensor)
@@ -227,17 +231,23 @@ class _Tracer(TorchDispatchMode):
                     and name not in _NO_WEIGHTS
                     and _storage_key(value) not in self._live
                 ):
-                    yield f"{prefix}.{name}" if prefix else name, value
+                    reason = (
+                        f"a tensor {list(value.shape)} beside the parameters: what the server computes from weights "
+                        "after loading would keep the old ones"
+                    )
+                    yield f"{prefix}.{name}" if prefix else name, reason
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor as int16."""
+def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor as int16; zeros in host memory for one that has no contents."""
     storage = tensor.untyped_storage()
     with _disable_current_modes():
+        if tensor.is_meta:
+            return torch.zeros(storage.nbytes() // 2, dtype=torch.int16)
         flat = torch.empty(0, dtype=torch.int16, device=tensor.device)
         return flat.set_(storage, 0, (storage.nbytes() // 2,), (1,))  # type: ignore[call-overload]
 

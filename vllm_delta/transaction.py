@@ -86,6 +86,8 @@ class Transaction:
             raise_failures(replies)
             scatter_ms = [reply["scatter_ms"] for reply in replies]
             self.expect(replies)
+            if any(reply["computed"] for reply in replies):
+                raise_failures(self.engine.rpc("delta_compute"))
             self.engine.renew_caches(self.policy, self.label)
             self.engine.set_label(self.label)
         except Exception as error:
@@ -100,7 +102,10 @@ class Transaction:
 
     def _undo(self) -> bool:
         try:
-            return all(reply.get("restored") is True for reply in self.engine.rpc("delta_undo"))
+            replies = self.engine.rpc("delta_undo")
+            if any(reply.get("computed") for reply in replies):
+                replies = [*replies, *self.engine.rpc("delta_compute")]
+            return all(reply.get("restored") is True for reply in replies)
         except Exception:
             # the executor itself failed: nobody knows what the ranks hold
             return False

@@ -21,7 +21,9 @@ from delta_wire.errors import DeltaError, LayoutError
 if TYPE_CHECKING:
     import torch
 
+    from delta_wire.digest import Digest
     from vllm_delta.adapter_slot import AdapterPlan, AdapterSlot
+    from vllm_delta.computed import Computed
     from vllm_delta.patcher import Patcher, Plan
 
 logger = logging.getLogger("vllm.vllm_delta.worker")
@@ -64,12 +66,14 @@ class Rank:
 
     Args:
         model (`torch.nn.Module`): the live model.
+        vllm_config: that it was made with.
         folder (`Path`): the checkpoint it was loaded from.
         lora (*optional*): vLLM's manager of adapters.
     """
 
-    def __init__(self, model: torch.nn.Module, folder: Path, lora: Any = None):
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, folder: Path, lora: Any = None):
         self._model = model
+        self._vllm_config = vllm_config
         self._folder = folder
         self._patcher: Patcher | None = None
         self._lora = lora
@@ -83,13 +87,13 @@ class Rank:
     def trace(self) -> dict[str, Any]:
         """Trace the loader. Main thread, between two steps; milliseconds."""
         from delta_wire.checkpoint import Checkpoint
+        from vllm_delta.computed import trace_with_computed
         from vllm_delta.orders import find_orders
         from vllm_delta.patcher import Patcher
-        from vllm_delta.regions import trace
 
         table = Checkpoint(self._folder).table()
         with self._without_adapters() as model:
-            found = trace(model, table)
+            found = trace_with_computed(model, table)
             found.orders = find_orders(model, found.storages)
         if not found.problems:
             self._patcher = Patcher(found, table)
@@ -153,8 +157,11 @@ class Rank:
 
         # what is compiled here is not compiled inside a commit
         kernels.warm_up(self.patcher.device)
+        parts = self.patcher.computed
+        for part in parts:
+            part.fill(self._folder)
         self.patcher.settle()
-        return {"problems": self.patcher.sample(self._folder)}
+        return {"problems": self.patcher.sample(self._folder), "computed": [part.name for part in parts]}
 
     def _digest(self) -> dict[str, Any]:
         return {"lanes": self.patcher.digest()}
@@ -183,11 +190,34 @@ class Rank:
         """Write the plan. Main thread, between two steps."""
         start = time.perf_counter()
         lanes = self._writer.commit(self.plan)
-        return {"lanes": lanes, "scatter_ms": (time.perf_counter() - start) * 1000}
+        scatter_ms = (time.perf_counter() - start) * 1000
+        return {"lanes": lanes, "scatter_ms": scatter_ms, "computed": len(self._computed)}
 
     def undo(self) -> dict[str, Any]:
         """Take the plan back. Main thread, between two steps."""
-        return {"restored": self._writer.undo(self.plan)}
+        return {"restored": self._writer.undo(self.plan), "computed": len(self._computed)}
+
+    def prove(self, number: int) -> dict[str, Any]:
+        """Show that a computed part can be computed anew. Main thread, between two steps, on all ranks."""
+        parts = self.patcher.computed[number : number + 1]
+        with self._without_adapters() as model:
+            reasons = {part: part.prove(model, self._vllm_config) for part in parts}
+        return {"problems": {name: reason for part, reason in reasons.items() if reason for name in part.tensors}}
+
+    def compute(self) -> dict[str, Any]:
+        """Compute anew what the plan has changed the weights of. Main thread, between two steps, on all ranks.
+
+        Only after all ranks have written: quantising a weight may need what the others hold of it.
+        """
+        with self._without_adapters() as model:
+            for part in self._computed:
+                part.rebuild(model, self._vllm_config)
+        return {"restored": all(part.seal == seal for part, seal in self._computed.items())}
+
+    @property
+    def _computed(self) -> dict[Computed, Digest | None]:
+        """The plan's; a plan of an adapter has none."""
+        return getattr(self.plan, "computed", {})
 
     def release(self) -> dict[str, Any]:
         """Forget the plan and its memory."""
@@ -200,13 +230,14 @@ class DeltaWorkerExtension:
 
     # set by vLLM's own worker
     model_config: Any
+    vllm_config: Any
     delta_rank_: Rank
 
     @_answers
     def delta_trace(self) -> dict[str, Any]:
         model = self.get_model()  # type: ignore[attr-defined]
         lora = getattr(getattr(self, "model_runner", None), "lora_manager", None)
-        self.delta_rank_ = Rank(model, checkpoint_folder(self.model_config), lora)
+        self.delta_rank_ = Rank(model, self.vllm_config, checkpoint_folder(self.model_config), lora)
         return self.delta_rank_.trace()
 
     @_answers
@@ -224,6 +255,14 @@ class DeltaWorkerExtension:
     @_answers
     def delta_undo(self) -> dict[str, Any]:
         return self.delta_rank_.undo()
+
+    @_answers
+    def delta_prove(self, number: int) -> dict[str, Any]:
+        return self.delta_rank_.prove(number)
+
+    @_answers
+    def delta_compute(self) -> dict[str, Any]:
+        return self.delta_rank_.compute()
 
     @_answers
     def delta_release(self) -> dict[str, Any]:

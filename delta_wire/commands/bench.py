@@ -82,7 +82,8 @@ BENCHMARKS = {
         (
             ("engine_following_mb", "engine core that follows a bucket, MB"),
             ("engine_plain_mb", "engine core that does not, MB"),
-            ("worker_bytes_per_change", "at the peak of a commit, bytes in a worker per changed element"),
+            ("engine_bytes_per_change", "at the peak of a commit, bytes in the engine core per changed element"),
+            ("rank_0_bytes_per_change", "and in a rank"),
         ),
     ),
     "overhead": Benchmark(

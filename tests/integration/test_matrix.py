@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever the model, the ranks and the compiler: an updated server answers like a fresh one on the same version.
 
-Two versions arrive while requests are in flight. Tokens and log probabilities are compared with those of a server that
-was started on a checkout of the last version, with the same flags and the same binding of threads to cores, so that
-both use the same kernels. Both are forks of one warm process, or the matrix would take most of an hour.
+Versions arrive one by one while requests are in flight, then the inverse of each, which leads back to the base. Tokens
+and log probabilities are compared with those of a server that was started on a checkout of the farthest version, with
+the same flags and the same binding of threads to cores, so that both use the same kernels; at the end, with those at
+the start. Both servers are forks of one warm process, or the matrix would take most of an hour.
 """
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from training import Training, move_pointer, pointed_to
 from vllm_server import FLAGS, Server, Streams, WarmStart, serve
 
 from delta_wire.bucket import BucketReader
+from delta_wire.digest import Digest
 from delta_wire.replay import checkout
 from delta_wire.stores import open_store
 
@@ -30,15 +33,26 @@ pytestmark = pytest.mark.e2e
 # the last one fills more than one block of the prefix cache (128 tokens on a CPU)
 PROMPTS = ["What is 12 plus 30?", "First count, then fill. " * 40]
 COMPILING = tuple(flag for flag in FLAGS if flag != "--enforce-eager")
+QUANTISING = "--quantization=fp8_per_channel"
+COMMON = {"eager": FLAGS, "compiled": COMPILING, "fp8": (*FLAGS, QUANTISING), "fp8-compiled": (*COMPILING, QUANTISING)}
 
 
 @dataclass
 class Prepared:
-    """A run of three versions in a bucket that still points to the first, and a checkout of the last."""
+    """A run in a bucket that still points to its base: some versions and the inverse of each.
 
-    training: Training
+    Args:
+        base (`Path`): the checkpoint of version 0, and of the last.
+        bucket (`Path`): of the run.
+        pointers (list of `bytes`): to each version.
+        digests (list of `Digest`): of each version.
+        checkout (`Path`): of the version farthest from the base.
+    """
+
+    base: Path
     bucket: Path
     pointers: list[bytes]
+    digests: list[Digest]
     checkout: Path
 
 
@@ -86,28 +100,45 @@ CHANGED = {"-fused": fuse_experts, "-narrow": narrow_experts}
 
 
 @pytest.fixture(scope="module")
-def prepared(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prepared]:
-    known: dict[str, Prepared] = {}
+def prepared(
+    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], Prepared]:
+    @functools.cache
+    def prepare(kind: str, versions: int) -> Prepared:
+        folder = tmp_path_factory.mktemp(kind)
+        change = next((suffix for suffix in CHANGED if kind.endswith(suffix)), "")
+        base = tiny_model(kind.removesuffix(change))
+        if change:
+            base = CHANGED[change](base, folder / "base")
+        training = Training(base, folder / "bucket")
+        writer = training.start()
+        latest = training.bucket / "LATEST"
+        pointers, digests, deltas = [latest.read_bytes()], [training.digest], []
 
-    def prepare(kind: str) -> Prepared:
-        if kind not in known:
-            folder = tmp_path_factory.mktemp(kind)
-            change = next((suffix for suffix in CHANGED if kind.endswith(suffix)), "")
-            base = tiny_model(kind.removesuffix(change))
-            if change:
-                base = CHANGED[change](base, folder / "base")
-            training = Training(base, folder / "bucket")
-            writer = training.start()
-            latest, pointers = training.bucket / "LATEST", []
-            for encoding in ("packed", "context", None):
-                pointers.append(latest.read_bytes())
-                if encoding is not None:
-                    training.publish(writer, encoding)
-            newest = pointed_to(training.bucket)
-            folder = checkout(BucketReader(open_store(training.bucket)), newest, folder / "checkout")
-            latest.write_bytes(pointers[0])
-            known[kind] = Prepared(training, training.bucket, pointers, folder)
-        return known[kind]
+        def published() -> None:
+            pointers.append(latest.read_bytes())
+            digests.append(training.digest)
+
+        for seq in range(versions):
+            old = {name: bits.copy() for name, bits in training.bits.items()}
+            deltas.append(training.change())
+            writer.publish(
+                deltas[-1],
+                digest=training.digest,
+                step=None,
+                encoding=("packed", "context", "plain")[seq % 3],
+                old_bits=old.__getitem__,
+            )
+            published()
+        farthest = checkout(
+            BucketReader(open_store(training.bucket)), pointed_to(training.bucket), folder / "checkout"
+        )
+        for delta in reversed(deltas):
+            training.take_back(writer, delta)
+            published()
+        assert digests[-1] == digests[0]
+        latest.write_bytes(pointers[0])
+        return Prepared(base, training.bucket, pointers, digests, farthest)
 
     return prepare
 
@@ -126,22 +157,29 @@ EAGER += [("qwen3-moe-fused", 2, 1, "eager"), ("qwen3-moe-narrow", 1, 1, "eager"
 # the compiler makes the buffers that pass from one to the next
 ALL_COMPILED = [*((kind, tensor, 1, "compiled") for tensor in (1, 2) for kind in KINDS), ("qwen3", 1, 2, "compiled")]
 COMPILED = [("qwen3-moe", 1, 1, "compiled"), ("llama", 2, 1, "compiled")]
-REST = [pytest.param(*cell, marks=pytest.mark.matrix) for cell in ALL_COMPILED if cell not in COMPILED]
 # attention whose factors are views of a loaded projection
-REST += [pytest.param("deepseek-v2", 1, 1, "eager", marks=pytest.mark.matrix)]
+LATENT = [("deepseek-v2", 1, 1, "eager")]
+# and where they are computed from a quantised one, as all the other projections are from the checkpoint's weights
+COMPUTED = [("deepseek-v2", 1, 1, "fp8")]
+ALL_COMPUTED = [*COMPUTED, ("qwen3", 2, 1, "fp8"), ("llama", 1, 1, "fp8-compiled")]
+CELLS = [(*cell, 2) for cell in (*EAGER, *COMPILED, *COMPUTED)]
+CELLS += [
+    pytest.param(*cell, 20, marks=pytest.mark.matrix) for cell in (*EAGER, *ALL_COMPILED, *LATENT, *ALL_COMPUTED)
+]
 
 
-@pytest.mark.parametrize(("kind", "tensor", "pipeline", "mode"), [*EAGER, *COMPILED, *REST])
+@pytest.mark.parametrize(("kind", "tensor", "pipeline", "mode", "versions"), CELLS)
 def test_an_updated_server_answers_like_a_fresh_one(
-    prepared: Callable[[str], Prepared],
+    prepared: Callable[[str, int], Prepared],
     warm: WarmStart,
     tmp_path: Path,
     kind: str,
     tensor: int,
     pipeline: int,
     mode: str,
+    versions: int,
 ):
-    run = prepared(kind)
+    run = prepared(kind, versions)
     flags = (
         "--worker-extension-cls=vllm_delta.DeltaWorkerExtension",
         "--enable-scale-out",
@@ -149,7 +187,7 @@ def test_an_updated_server_answers_like_a_fresh_one(
         f"--pipeline-parallel-size={pipeline}",
     )
     buckets = {name: shutil.copytree(run.bucket, tmp_path / name / "bucket") for name in ("live", "fresh")}
-    (buckets["fresh"] / "LATEST").write_bytes(run.pointers[2])
+    (buckets["fresh"] / "LATEST").write_bytes(run.pointers[versions])
 
     def start(name: str, model: Path) -> Server:
         cores = "0|1" if tensor * pipeline > 1 else "0"
@@ -158,28 +196,33 @@ def test_an_updated_server_answers_like_a_fresh_one(
             "DELTA_SYNC_POLL_S": "0.05",
             "VLLM_CPU_OMP_THREADS_BIND": cores,
         }
-        common = FLAGS if mode == "eager" else COMPILING
         return stack.enter_context(
-            serve(model, tmp_path / name / "server.log", *flags, env=env, start=warm, common=common)
+            serve(model, tmp_path / name / "server.log", *flags, env=env, start=warm, common=COMMON[mode])
         )
 
-    with ExitStack() as stack, ThreadPoolExecutor(1) as beside:
-        # what one has compiled the other finds; otherwise both start at once
-        later = None if mode == "compiled" else beside.submit(start, "fresh", run.checkout)
-        server = start("live", run.training.base)
-        server.wait(lambda s: s["state"] == "serving" and s["seq"] == 0, "version 0")
-        before = answers(server)
+    def follow(server: Server, first: int, last: int) -> list[dict[str, Any]]:
+        """Bring one version after the other while requests are in flight, and ask about the last."""
         streams = Streams(server, [[5, 6, 7], [8, 9]], 24)
-        for seq in (1, 2):
+        for seq in range(first, last + 1):
             move_pointer(buckets["live"], run.pointers[seq])
             server.wait(lambda s, seq=seq: s["seq"] == seq, f"version {seq}")
         streams.finish()
         status = server.status()
-        assert status["commits"] == 2 and status["digest"] == str(run.training.digest)
-        updated = answers(server)
-        assert updated != before
+        assert status["commits"] == last and status["digest"] == str(run.digests[last])
         assert server.verify()["equal"]
+        return answers(server)
+
+    with ExitStack() as stack, ThreadPoolExecutor(1) as beside:
+        # what one has compiled the other finds; otherwise both start at once
+        later = None if "compiled" in mode else beside.submit(start, "fresh", run.checkout)
+        server = start("live", run.base)
+        server.wait(lambda s: s["state"] == "serving" and s["seq"] == 0, "version 0")
+        before = answers(server)
+        updated = follow(server, 1, versions)
+        assert updated != before
         fresh = later.result() if later else start("fresh", run.checkout)
         recognised = fresh.wait(lambda s: s["state"] == "serving", "the fresh server to recognise its version")
-        assert recognised["seq"] == 2 and recognised["commits"] == 0
+        assert recognised["seq"] == versions and recognised["commits"] == 0
         assert answers(fresh) == updated
+        # and back to the base
+        assert follow(server, versions + 1, 2 * versions) == before

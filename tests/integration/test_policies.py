@@ -15,7 +15,6 @@ from training import Training
 from vllm_server import Server, Streams, WarmStart, serve
 
 from delta_wire.bucket import BucketWriter
-from delta_wire.state import Delta, TensorDelta, change_of_digest
 
 pytestmark = pytest.mark.e2e
 
@@ -73,16 +72,6 @@ def test_policies(followed: tuple[Server, Training, BucketWriter], stale: bool):
     assert server.verify()["equal"]
 
 
-def take_back(training: Training, writer: BucketWriter, delta: Delta) -> None:
-    inverse: Delta = {}
-    for name, part in delta.items():
-        assert part.old is not None
-        inverse[name] = TensorDelta(name, part.indices, part.old, part.new)
-        training.bits[name][part.indices] = part.old
-    training.digest = training.digest + change_of_digest(inverse)
-    writer.publish(inverse, digest=training.digest, step=None)
-
-
 @pytest.mark.parametrize("followed", ["forget"], indirect=True)
 def test_many_versions(followed: tuple[Server, Training, BucketWriter], tmp_path: Path):
     server, training, writer = followed
@@ -105,7 +94,7 @@ def test_many_versions(followed: tuple[Server, Training, BucketWriter], tmp_path
 
     # and the inverse of each, which leads back to the base
     for delta in reversed(deltas):
-        take_back(training, writer, delta)
+        training.take_back(writer, delta)
     server.wait(lambda s: s["seq"] == 40, "version 40")
     for stream in running.finish():
         seqs = [int(span["version"].rsplit("-", 1)[1]) for spans in stream for span in spans]

@@ -130,6 +130,7 @@ class FakeWorker(DeltaWorkerExtension):
     def __init__(self, folder: Path, rank: int = 0, ranks: int = 1, model: Any = FakeModel):
         checkpoint = Checkpoint(folder)
         self.model_config = SimpleNamespace(model=str(folder), revision=None)
+        self.vllm_config = None
         self.model = as_loaded({name: checkpoint.bits(name) for name in checkpoint.table()}, rank, ranks, model)
 
     def get_model(self) -> torch.nn.Module:

@@ -83,6 +83,16 @@ class Training:
             delta, digest=self.digest, step=None, encoding=encoding, old_bits=old.__getitem__
         ).manifest
 
+    def take_back(self, writer: BucketWriter, delta: Delta) -> Manifest:
+        """Publish the inverse of a change."""
+        inverse: Delta = {}
+        for name, part in delta.items():
+            assert part.old is not None
+            inverse[name] = TensorDelta(name, part.indices, part.old, part.new)
+            self.bits[name][part.indices] = part.old
+        self.digest = self.digest + change_of_digest(inverse)
+        return writer.publish(inverse, digest=self.digest, step=None).manifest
+
 
 class Forgery:
     """The next version of a run, broken on purpose, and the same version intact.

@@ -151,7 +151,7 @@ def test_a_write_that_does_not_arrive_stops_the_commit(
 ):
     live = Ranks(training.base, 1)
     plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
-    monkeypatch.setattr(plan.writes, "run", lambda: [(0, 0)] * (len(plan.parts) - 1) + [(0, 1)])
+    monkeypatch.setattr(plan.writes[0], "run", lambda: [(0, 0)] * (len(plan.parts) - 1) + [(0, 1)])
     with pytest.raises(LayoutError, match="does not hold what was written"):
         live.patchers[0].commit(plan)
 

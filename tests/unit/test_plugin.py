@@ -54,7 +54,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 names = [name for name in dir(extension) if not name.startswith("__")]
-assert len(names) == 6 and all(name.startswith("delta_") for name in names), names
+assert len(names) == 8 and all(name.startswith("delta_") for name in names), names
 for worker in (WorkerBase, Worker, CPUWorker):
     assert not [name for name in names if hasattr(worker, name)]
 

@@ -94,6 +94,16 @@ class Absorbs(FakeModel):
         self.absorbed = self.o.data.t().contiguous()
 
 
+class Packs(FakeModel):
+    """As vLLM does with an embedding that is the head, too, on a CPU: the weight stays, and a kernel has its own."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1):
+        super().__init__(rank, ranks)
+        self.head = torch.nn.Module()
+        packed = self.embed.data.clone()
+        self.head.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, packed, bias)
+
+
 class Collides(FakeModel):
     def load(self, name: str, tensor: torch.Tensor) -> None:
         super().load(name, tensor)
@@ -133,6 +143,7 @@ class Fails(FakeModel):
         (Skips, "norm", "no tensor of the checkpoint"),
         (Derives, "norm_copy", "no tensor of the checkpoint"),
         (Absorbs, "absorbed", "beside the parameters"),
+        (Packs, "head.weight", "packed copy"),
         (Collides, "norm.weight", "several writes of the loader meet"),
         (Overwrites, "norm.weight", "several writes of the loader meet"),
         (Repeats, "norm.weight", "repeats or folds"),

@@ -164,12 +164,12 @@ class ScheduledEngine(FakeEngine):
 def halve(worker: FakeWorker) -> None:
     """Let a commit write only the first half of its plan; what it takes back is the whole plan."""
     plan = worker.delta_rank_.plan
-    half = kernels.Replacements(plan.writes.items[: len(plan.parts) // 2])
+    half = kernels.Replacements(plan.writes[0].items[: len(plan.parts) // 2])
 
     def run() -> list[tuple[int, int]]:
         return half.run() + [(0, 0)] * (len(plan.parts) - len(half.items))
 
-    plan.writes.run = run  # type: ignore[method-assign]
+    plan.writes[0].run = run  # type: ignore[method-assign]
 
 
 class ScheduledSubscriber(Subscriber):
