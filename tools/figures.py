@@ -106,11 +106,17 @@ def results() -> str:
                 "outage",
             )
         )
-    for campaign in filter(None, (read("faults"), read("faults_s3"))):
+    campaigns: dict[str, list[dict]] = {}
+    for path in sorted(RESULTS.glob("faults*.json")):
+        campaign = read(path.stem)
+        campaigns.setdefault(campaign["store"], []).append(campaign)
+    for store, found in campaigns.items():
+        seeds = f"{len(found)} seeds, " if len(found) > 1 else ""
+        wrong, lost, faults = (sum(c[key] for c in found) for key in ("wrong_states", "unrecovered", "faults"))
         rows.append(
             (
-                f"{campaign['faults']:,} injected faults, bucket of kind `{campaign['store']}`",
-                f"**{campaign['wrong_states']}** wrong states, **{campaign['unrecovered']}** not recovered",
+                f"{faults:,} injected faults, {seeds}bucket of kind `{store}`",
+                f"**{wrong}** wrong states, **{lost}** not recovered",
                 "",
                 "faults",
             )
