@@ -18,6 +18,8 @@ from delta_wire.errors import StoreError, WriterConflictError
 from delta_wire.replay import materialise, verify
 from delta_wire.shards import Shard
 from delta_wire.state import Delta, TensorDelta
+from trl_delta.config import DeltaSyncConfig
+from trl_delta.pace import Pace
 from trl_delta.ranks import RankError, Ranks
 from trl_delta.sharded import PartWriter, ShardedPublisher
 
@@ -230,6 +232,27 @@ def test_the_last_step_is_published_whatever_waits(make_fleet):
     fleet.assert_bucket_holds_the_weights()
 
 
+class NoServers:
+    seq = None
+
+
+def test_a_generation_waits_for_room_but_not_for_ever(make_fleet, caplog):
+    """Before weights between two turns are handed over: what waits must not grow while the bucket is away."""
+    fleet = make_fleet()
+    gate = Gate()
+    fleet.ranks[1].store.fault = gate
+    fleet.step()
+    fleet.step()
+    publisher = fleet.ranks[0].publisher
+    config = DeltaSyncConfig(delta_sync_lag_timeout_s=0.1)
+    pace = Pace("the bucket", config, publisher, NoServers())  # pyright: ignore[reportArgumentType]
+    assert not pace.wait_for_room()
+    assert "the bucket: expected version 1 in the bucket, found none that serves after 0.1 s" in caplog.text
+    gate.open()
+    fleet.settle()
+    assert pace.wait_for_room()
+
+
 def fail(key: str) -> None:
     raise ValueError("a bug")
 
@@ -347,6 +370,25 @@ def test_errors_of_one_rank_are_told_to_all_at_the_start():
     assert found[1] == "ValueError: no model here"
     told = "RankError: rank 1 of 3 has failed: ValueError: no model here"
     assert found[0] == found[2] == told
+
+
+def test_what_was_told_is_forgotten():
+    """A generation of GRPO tells something at every step, for as long as a training lasts."""
+    keys = HashStore()
+
+    def talk(rank: int) -> None:
+        ranks = Ranks(keys.clone(), rank, 3, "test")
+        for number in range(20):
+            told.append(ranks.first_does(lambda number=number: number) == number)
+
+    told: list[bool] = []
+    threads = [threading.Thread(target=talk, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert told == [True] * 60
+    assert keys.num_keys() <= 3
 
 
 def test_one_process_needs_no_store():
