@@ -28,12 +28,16 @@ class AdapterNameMiddleware:
         self._name: str | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and "/delta/" not in scope["path"]:
+        if scope["type"] == "http" and (scope["method"] == "POST" or scope["path"].endswith("/v1/models")):
             state = getattr(scope.get("app"), "state", None)
             client = getattr(state, "engine_client", None)
             models = getattr(state, "openai_serving_models", None)
             if client is not None and models is not None and client.vllm_config.lora_config is not None:
-                await self._register(client, models)
+                try:
+                    await self._register(client, models)
+                except Exception as error:
+                    # an engine that does not answer is what the request itself will tell
+                    logger.debug("cannot ask the engine for the adapter's name: %s", error)
         await self._app(scope, receive, send)
 
     async def _register(self, client: Any, models: Any) -> None:
