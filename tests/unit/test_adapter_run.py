@@ -21,7 +21,8 @@ from delta_wire.container import write_tensors
 from delta_wire.digest import Digest
 from delta_wire.stores import open_store
 from vllm_delta import versions
-from vllm_delta.adapter_run import adapter_label
+from vllm_delta.adapter_label import ADAPTER_ID, NO_PATH, adapter_label, version_for
+from vllm_delta.adapter_names import AdapterNameMiddleware
 from vllm_delta.adapter_slot import AdapterSlot, scaling_of
 from vllm_delta.commit import Coordinator
 from vllm_delta.ranks import Ranks
@@ -222,29 +223,99 @@ class Span:
     end: int
 
 
+@dataclass
+class LoRA:
+    lora_name: str
+    lora_int_id: int
+
+
 async def _outputs(spans: list[Span] | None) -> AsyncIterator[Any]:
     yield SimpleNamespace(finished=False, outputs=[])
     yield SimpleNamespace(finished=True, outputs=[SimpleNamespace(weight_versions=spans)])
 
 
 @pytest.mark.parametrize(
-    ("adapter", "seen"),
+    ("asked", "seen"),
     [
-        ("policy", [Span("default", 0, 2), Span("ab-1-1", 2, 5), Span("ab-1-2", 5, 9)]),
-        ("other", [Span("default", 0, 9)]),
+        (LoRA("policy", ADAPTER_ID), [Span("default", 0, 2), Span("ab-1-1", 2, 5), Span("ab-1-2", 5, 9)]),
+        (LoRA("other", 1), [Span("default", 0, 9)]),
+        # another adapter of the same name, loaded by somebody before the run's
+        (LoRA("policy", 1), [Span("default", 0, 9)]),
         (None, [Span("default", 0, 9)]),
     ],
 )
-def test_only_the_adapter_is_labelled_with_its_versions(adapter, seen):
+def test_only_the_adapter_is_labelled_with_its_versions(asked, seen):
     labels = ["default", adapter_label("ab-1-1", "policy"), adapter_label("ab-1-2", "policy")]
     spans = [Span(labels[0], 0, 2), Span(labels[1], 2, 5), Span(labels[2], 5, 9)]
     generate = versions.note_versions(lambda *args, lora_request=None: _outputs(spans))
-    request = None if adapter is None else SimpleNamespace(lora_name=adapter)
 
     async def ask() -> Any:
-        return [output async for output in generate("prompt", lora_request=request)][-1]
+        return [output async for output in generate("prompt", lora_request=asked)][-1]
 
     assert asyncio.run(ask()).outputs[0].weight_versions == seen
-    assert versions.version_for(labels[2], adapter) == seen[-1].version
+
+
+@pytest.mark.parametrize(("adapter", "version"), [("policy", "ab-1-2"), ("other", "default"), (None, "default")])
+def test_what_a_label_means(adapter, version):
+    assert version_for(adapter_label("ab-1-2", "policy"), adapter) == version
     # of whole weights all requests have the same version
-    assert versions.version_for("ab-1-2", adapter) == "ab-1-2"
+    assert version_for("ab-1-2", adapter) == "ab-1-2"
+
+
+class Models:
+    """vLLM's list of models."""
+
+    def __init__(self, **adapters: LoRA):
+        self.lora_requests: dict[str, Any] = dict(adapters)
+
+    def is_base_model(self, name: str) -> bool:
+        return name == "model"
+
+
+def call(middleware: AdapterNameMiddleware, models: Models, adapter: str | None, method: str = "POST") -> None:
+    async def look(method: str) -> dict[str, Any]:
+        return {"adapter": adapter and {"name": adapter}}
+
+    client = SimpleNamespace(
+        vllm_config=SimpleNamespace(lora_config=object()), engine_core=SimpleNamespace(call_utility_async=look)
+    )
+    state = SimpleNamespace(engine_client=client, openai_serving_models=models)
+    scope = {"type": "http", "method": method, "path": "/v1/completions", "app": SimpleNamespace(state=state)}
+    # as if the last look were long ago
+    middleware._served._looked_s = -1.0
+    asyncio.run(middleware(scope, None, None))
+
+
+@pytest.fixture
+def middleware() -> AdapterNameMiddleware:
+    async def inside(scope: Any, receive: Any, send: Any) -> None:
+        pass
+
+    return AdapterNameMiddleware(inside)
+
+
+def test_the_adapters_name_is_known_once_it_is_in_place(middleware):
+    models = Models(other=LoRA("other", 1))
+    call(middleware, models, None)
+    assert list(models.lora_requests) == ["other"]
+    call(middleware, models, "policy", method="GET")
+    assert list(models.lora_requests) == ["other"]
+    call(middleware, models, "policy")
+    ours = models.lora_requests["policy"]
+    assert (ours.lora_int_id, ours.lora_path, ours.load_inplace) == (ADAPTER_ID, NO_PATH, False)
+    # somebody has unloaded it, which it is not
+    del models.lora_requests["policy"]
+    call(middleware, models, "policy")
+    assert models.lora_requests["policy"].lora_int_id == ADAPTER_ID
+    # another run
+    call(middleware, models, "next")
+    assert list(models.lora_requests) == ["other", "next"]
+
+
+@pytest.mark.parametrize("name", ["model", "taken"])
+def test_a_name_that_is_taken_stays_what_it_is(middleware, caplog, name):
+    models = Models(taken=LoRA("taken", 1))
+    for _ in range(2):
+        call(middleware, models, name)
+    assert list(models.lora_requests) == ["taken"] and models.lora_requests["taken"].lora_int_id == 1
+    assert caplog.text.count(f"the run's adapter is called {name}") == 1
