@@ -60,6 +60,7 @@ def describe_run(reader: BucketReader, latest: Manifest) -> dict[str, Any]:
             "full_bytes": table.full_bytes,
             "table_sha256": table.sha256,
         },
+        "adapter": latest.adapter and latest.adapter.to_json(),
         "restart_point": summary(reader, reader.restart_point(latest)),
         "latest": summary(reader, latest),
         "servers": [

@@ -17,6 +17,7 @@ from delta_wire.digest import Digest
 from delta_wire.errors import BaseMismatchError, DigestMismatchError, LayoutError
 from delta_wire.manifest import Manifest
 from vllm_delta.adapter_files import AdapterFiles
+from vllm_delta.adapter_label import adapter_label
 from vllm_delta.course import Course
 from vllm_delta.engine import Engine
 from vllm_delta.live import Live
@@ -148,8 +149,3 @@ class AdapterRun:
         error = DigestMismatchError(f"{problem}; every rank serves {served} again")
         error.rank = outcome.rank
         raise error
-
-
-def adapter_label(version: str, name: str) -> str:
-    """How vLLM labels what it generates while an adapter is served; read back by [`versions.version_for`]."""
-    return f"{version}@{name}"

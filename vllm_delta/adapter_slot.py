@@ -21,11 +21,7 @@ import torch
 
 from delta_wire.checkpoint import ADAPTER_CONFIG, Checkpoint
 from delta_wire.errors import FormatError, LayoutError, SetupError
-
-# far from what vLLM's own counter of adapters reaches
-ADAPTER_ID = 0x0DE17A
-# of the request that an API server makes: nothing lies there, so that nothing but us ever loads this adapter
-NO_PATH = "/delta-weight-sync"
+from vllm_delta.adapter_label import ADAPTER_ID
 
 
 @dataclass(slots=True)
@@ -71,7 +67,10 @@ class AdapterSlot:
                 "--max-lora-rank of at least the adapter's rank; what vLLM cannot serve as an adapter can be "
                 "published with delta_sync_adapter=merged)"
             ) from error
-        used = [tensor for names in self._factors(folder) for tensor in names.tensors]
+        factors = [factors for factors in self._factors(folder) if factors.tensors]
+        for one in factors:
+            one.require_provable()
+        used = [tensor for one in factors for tensor in one.tensors]
         return AdapterPlan(loaded, folder), {"digest": str(Checkpoint(folder).digest()), "used": used}
 
     def commit(self, plan: AdapterPlan) -> dict[int, tuple[int, int]]:
@@ -185,7 +184,6 @@ class _Factors:
             for buffer in _stacked(self.layer):
                 yield buffer[slot], torch.zeros(buffer[slot].shape, dtype=buffer.dtype)
             return
-        self._require_linear()
         sides = {side: [part[side][1] if side in part else None for part in self.parts] for side in "AB"}
         cut = {"A": self.layer.slice_lora_a, "B": self.layer.slice_lora_b}
         for side, stacked in (("A", self.layer.lora_a_stacked), ("B", self.layer.lora_b_stacked)):
@@ -197,7 +195,8 @@ class _Factors:
                     wanted[: factor.shape[0], : factor.shape[1]] = factor
                 yield buffer[slot, 0], wanted
 
-    def _require_linear(self) -> None:
+    def require_provable(self) -> None:
+        """Raise [`LayoutError`] for layers whose buffers are not known to follow from the file as told above."""
         from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
         if not isinstance(self.layer, BaseLinearLayerWithLoRA) or len(self.layer.lora_a_stacked) != len(self.parts):

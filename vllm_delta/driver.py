@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from delta_wire.errors import SetupError
+from vllm_delta.adapter_label import ADAPTER_ID
 from vllm_delta.commit import Coordinator
 from vllm_delta.engine import EngineStopped, VllmEngine
 from vllm_delta.polling import budget
@@ -90,8 +91,6 @@ class Driver:
 
     def require_foreign(self, lora_id: int) -> None:
         """Raise [`SetupError`] if something else is about to change the run's adapter or to take its slot."""
-        from vllm_delta.adapter_slot import ADAPTER_ID
-
         if self._coordinator.adapter.position is None:
             return
         if lora_id == ADAPTER_ID:

@@ -18,6 +18,7 @@ from typing import Any
 
 from delta_wire.errors import FormatError
 from delta_wire.manifest import VersionId
+from vllm_delta.adapter_label import ADAPTER_ID, version_for
 
 MIN_VERSION = b"x-min-weight-version"
 VERSION = b"x-weight-version"
@@ -25,13 +26,10 @@ VERSIONS = b"x-weight-versions"
 # one look at the engine serves all requests that wait
 _LOOK_S = 0.05
 
-# how vLLM calls weights that nothing has replaced
-UNCHANGED = "default"
-
 
 @dataclass(slots=True)
 class _Answers:
-    """What the current HTTP request has got from the engine: versions in order, and the adapter that it asked for."""
+    """What the current HTTP request has got: versions in order, and the run's adapter if that is what it asked for."""
 
     versions: list[str] = field(default_factory=list)
     adapter: str | None = None
@@ -45,7 +43,9 @@ def note_versions(generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., 
 
     @functools.wraps(generate)
     def noting(*args: Any, lora_request: Any = None, **kwargs: Any) -> AsyncIterator[Any]:
-        adapter = None if lora_request is None else lora_request.lora_name
+        adapter = None
+        if lora_request is not None and lora_request.lora_int_id == ADAPTER_ID:
+            adapter = lora_request.lora_name
         # now: a stream has told its version before its first output is asked for
         noted = _answered.get()
         if noted is not None:
@@ -66,17 +66,6 @@ async def _noted(answers: AsyncIterator[Any], adapter: str | None) -> AsyncItera
                 if noted is not None:
                     noted.versions += [span.version for one in output.outputs for span in one.weight_versions or ()]
             yield output
-
-
-def version_for(label: str, adapter: str | None) -> str:
-    """What a label of the engine means for a request: those of adapters are none of the base model's versions.
-
-    Args:
-        label (`str`): a version, or `version@adapter` (see [`~vllm_delta.adapter_run.adapter_label`]).
-        adapter (`str`, *optional*): that the request asked for; `None` for the model itself.
-    """
-    version, at, name = label.partition("@")
-    return label if not at else version if name == adapter else UNCHANGED
 
 
 def _spans_for(spans: list[Any] | None, adapter: str | None) -> list[Any] | None:

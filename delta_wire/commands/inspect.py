@@ -69,6 +69,9 @@ def _inspect_run(reader: BucketReader, as_json: bool) -> None:
     click.echo(f"run       {run['run']}")
     full = format_bytes(model["full_bytes"])
     click.echo(f"model     {model['tensors']} tensors, {model['num_params']:,} parameters, {full}")
+    if run["adapter"]:
+        adapter, below = run["adapter"], run["adapter"]["base"]
+        click.echo(f"adapter   {adapter['name']}, rank {adapter['rank']}, for {below['reference']} {below['digest']}")
     click.echo(f"base      {run['restart_point']['version']}: {run['restart_point']['anchor']}")
     click.echo(f"latest    {last['version']}, step {last['step']}, {format_age(last['age_s'])} old")
     click.echo(f"digest    {last['digest']}")

@@ -69,6 +69,7 @@ def environment(bucket: Path) -> dict[str, str]:
         "DELTA_SYNC_BUCKET": str(bucket),
         "DELTA_SYNC_POLL_S": "0.1",
         "PYTHONPATH": str(SUPPORT),
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }
@@ -209,3 +210,21 @@ def test_an_adapter_of_another_base_is_refused(run: Path, tmp_path: Path, warm: 
         assert str(Checkpoint(other).digest()) in status["reason"]
         assert [card["id"] for card in server.request("/v1/models")["data"]] == [str(other)]
         assert headers(server, str(other)) == {"x-weight-version": "default"}
+
+
+@pytest.mark.matrix
+def test_two_ranks_hold_their_halves_of_the_adapter(run: Path, tmp_path: Path, warm: WarmStart):
+    bucket = run / "runs" / "sft-bucket"
+    flags = (EXTENSION, *LORA, "--tensor-parallel-size=2")
+    with serve(run / "model", tmp_path / "log", *flags, env=environment(bucket), start=warm) as server:
+        newest = pointed_to(bucket)
+        server.wait(lambda s: s["state"] == "serving" and s["seq"] == newest.version.seq, "the newest version")
+        found = answers(server, NAME)
+        proof = server.verify()
+        assert proof["equal"] and proof["ranks"] == 2 and proof["digest"] == str(newest.digest)
+    folder = checkout(BucketReader(open_store(bucket)), newest, tmp_path / "checkout")
+    (tmp_path / "empty").mkdir()
+    flags = (*flags, "--lora-modules", f"{NAME}={folder}")
+    env = environment(tmp_path / "empty")
+    with serve(run / "model", tmp_path / "fresh.log", *flags, env=env, start=warm) as fresh:
+        assert found == answers(fresh, NAME)

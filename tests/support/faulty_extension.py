@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 
 from delta_wire import kernels
-from vllm_delta.adapter_slot import ADAPTER_ID, AdapterSlot
+from vllm_delta.adapter_label import ADAPTER_ID
+from vllm_delta.adapter_slot import AdapterSlot
 from vllm_delta.worker import DeltaWorkerExtension
 
 

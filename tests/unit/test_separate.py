@@ -20,6 +20,7 @@ from delta_wire.manifest import Manifest
 from delta_wire.replay import checkout, verify
 from delta_wire.stores import open_store
 from trl_delta import DeltaSyncConfig
+from trl_delta.resume import Resumed
 from trl_delta.separate import SeparateAdapter
 from trl_delta.session import DeltaSyncSession
 
@@ -69,19 +70,19 @@ def assert_saved(folder: Path, model: PeftModel, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "encoding", "settings"),
     [
-        ("default", {}),
-        ("policy_v2", {"use_rslora": True}),
-        ("lora_A", {"modules_to_save": ["lm_head"], "target_modules": ["q_proj", "embed_tokens"]}),
-        ("default", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 8}}),
-        ("default", {"use_dora": True, "target_modules": ["v_proj"]}),
+        ("default", "packed", {}),
+        ("policy_v2", "context", {"use_rslora": True}),
+        ("lora_A", "packed", {"modules_to_save": ["lm_head"], "target_modules": ["q_proj", "embed_tokens"]}),
+        ("default", "plain", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 8}}),
+        ("default", "packed", {"use_dora": True, "target_modules": ["v_proj"]}),
     ],
 )
-def test_what_a_checkout_holds_is_what_peft_saves(tiny_model, tmp_path, name, settings):
+def test_what_a_checkout_holds_is_what_peft_saves(tiny_model, tmp_path, command, name, encoding, settings):
     model = adapt(tiny_model("qwen3"), name, **settings)
     # anchors of their own among the versions
-    session = started(model, tmp_path / "bucket", delta_sync_anchor_factor=0.7)
+    session = started(model, tmp_path / "bucket", delta_sync_anchor_factor=0.7, delta_sync_encoding=encoding)
     for step in range(1, 5):
         train(model)
         session.step(step)
@@ -96,6 +97,8 @@ def test_what_a_checkout_holds_is_what_peft_saves(tiny_model, tmp_path, name, se
     assert manifest.adapter.name == "policy"
     assert manifest.adapter.rank == (8 if "rank_pattern" in settings else 4)
     assert manifest.adapter.base_digest == Checkpoint(tiny_model("qwen3")).digest()
+    shown = command("inspect", tmp_path / "bucket").out
+    assert f"for {tiny_model('qwen3')} {manifest.adapter.base_digest}" in shown
     # PEFT opens it and computes the same
     again = PeftModel.from_pretrained(load(tiny_model("qwen3")), str(folder))
     tokens = torch.arange(12).reshape(1, -1)
@@ -159,8 +162,30 @@ def test_a_run_goes_on_and_refuses_another_adapter(tiny_model, tmp_path):
         started(adapt(moved), bucket)
 
 
+def test_a_trainers_checkpoint_that_is_behind_goes_on(tiny_model, tmp_path):
+    model = adapt(tiny_model("qwen3"))
+    bucket = tmp_path / "bucket"
+    session = started(model, bucket)
+    train(model)
+    session.step(1)
+    assert session.publisher.wait(60)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    state = session.resume_state()
+    train(model)
+    session.step(2)
+    assert session.finish()
+    model.load_state_dict(saved)
+    again = DeltaSyncSession(str(bucket), DeltaSyncConfig(**SEPARATE))
+    again.start(model, step=1, resumed=Resumed.parse(state))
+    assert again.finish()
+    reader = BucketReader(open_store(bucket))
+    assert (newest(bucket).version.epoch, newest(bucket).version.seq) == (2, 3)
+    assert newest(bucket).digest == reader.manifest(1).digest
+    assert_saved(checkout(reader, newest(bucket), tmp_path / "checkout"), model, "default")
+
+
 def test_a_base_that_is_not_its_checkpoint_is_refused(tiny_model, tmp_path):
-    model = adapt(tiny_model("qwen3"), init_lora_weights="pissa")
+    model = adapt(tiny_model("qwen3"), init_lora_weights="pissa", target_modules=["q_proj"])
     with pytest.raises(BaseMismatchError, match=r"digest [0-9a-f]{32}, the checkpoint .* has [0-9a-f]{32}.*pissa"):
         started(model, tmp_path / "bucket")
     assert not list((tmp_path / "bucket").rglob("*.json"))

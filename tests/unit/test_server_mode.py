@@ -13,6 +13,7 @@ from training import pointed_to
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
+from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest
 from delta_wire.errors import SetupError
 from trl_delta import DeltaSyncConfig, attach, server_mode
@@ -135,6 +136,25 @@ def test_no_server_that_follows_the_bucket_is_refused_with_what_to_start(tiny_mo
     attach(trainer, str(tmp_path / "bucket"), DeltaSyncConfig(**FAST, delta_sync_start_timeout_s=0.3))
     with pytest.raises(SetupError, match=r"found none.*vllm_delta\.DeltaWorkerExtension"):
         trainer.train()
+
+
+def test_a_separate_adapter_is_what_generation_asks_for(tiny_model, tmp_path, stub):
+    from peft import LoraConfig
+
+    trainer = make_trainer(
+        tiny_model("qwen3"),
+        tmp_path,
+        stub,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"),
+        learning_rate=1e-3,
+    )
+    config = DeltaSyncConfig(**FAST, delta_sync_adapter="separate", delta_sync_adapter_name="policy")
+    attach(trainer, str(tmp_path / "bucket"), config)
+    assert trainer.vllm_generation.vllm_client.model == "policy"
+    trainer.train()
+    assert stub.answered_with == [0, 1, 2]
+    adapter = pointed_to(tmp_path / "bucket").adapter
+    assert adapter is not None and adapter.base_digest == Checkpoint(tiny_model("qwen3")).digest()
 
 
 def test_an_adapter_never_moves_a_bf16_base(tiny_model, tmp_path, stub):

@@ -190,6 +190,35 @@ def test_an_adapter_is_published_merged_and_trl_never_merges_it_into_the_base(ma
     )
 
 
+def test_a_separate_adapter_is_what_rollouts_ask_for(make_trainer, acker, tmp_path):
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    trainer = make_trainer(
+        weight_transfer=DeltaWeightTransfer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
+        dtype="bfloat16",
+        learning_rate=1e-3,
+    )
+    config = DeltaSyncConfig(
+        delta_sync_ack_poll_s=0.02, delta_sync_adapter="separate", delta_sync_adapter_name="policy"
+    )
+    callback = attach(trainer, str(tmp_path / "bucket"), config)
+    assert trainer.rollout_worker.model_name == "policy"
+    base = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainer.train()
+    assert base
+    for name, param in trainer.model.named_parameters():
+        if name in base:
+            assert torch.equal(param, base[name]), name
+    latest = BucketReader(open_store(tmp_path / "bucket")).latest()
+    assert latest is not None and latest.adapter is not None
+    assert latest.step == STEPS
+    assert set(BucketReader(open_store(tmp_path / "bucket")).table(latest)) == set(
+        get_peft_model_state_dict(trainer.model, save_embedding_layers=False)
+    )
+    assert latest.digest == sum(tensor_digests(callback.session.live()).values(), Digest())
+
+
 def test_a_trainer_that_waits_for_its_servers_never_gets_further_ahead(make_trainer, tmp_path):
     acker = Acker(tmp_path / "bucket", delay_s=0.3)
     acker.start()
