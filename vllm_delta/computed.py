@@ -187,7 +187,8 @@ def _is_computed(module: torch.nn.Module) -> bool:
 
     loaded = {name: param.dtype for name, param in get_layerwise_info(module).restore_metadata[0].items()}
     live = {name: p for name, p in module.named_parameters(recurse=False) if name not in SKIP_TENSORS}
-    if {name: param.dtype for name, param in live.items()} == loaded:
+    if not live or {name: param.dtype for name, param in live.items()} == loaded:
+        # without live tensors it has read what it needed, as attention does with the scales of a quantised cache
         return False
     # factors that are views of a loaded weight follow it by themselves
     below = {_key(p) for name, p in module.named_parameters() if name not in live or name in loaded}

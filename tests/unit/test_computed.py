@@ -220,6 +220,30 @@ def test_what_somebody_else_writes_into_a_part_is_found_and_healed(server: Serve
     assert server.weights() == served
 
 
+class Reads(torch.nn.Module):
+    """A layer that has read its parameter after loading, and dropped it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        self.quant_method: Any = PerRow()
+
+
+class Drops(Quantises):
+    def __init__(self, rank: int = 0, ranks: int = 1):
+        super().__init__(rank, ranks)
+        self.attention = Reads()
+        record_metadata_for_reloading(self)
+        del self.attention.scale
+
+
+def test_a_layer_without_live_tensors_is_no_obstacle(tmp_path: Path):
+    server = Server(tmp_path, Drops)
+    assert server.step()["state"] == "serving"
+    server.training.publish(server.writer)
+    assert server.step()["seq"] == 1 and server.weights() == server.loaded()
+
+
 class Drifts(Quantises):
     """Its scales depend on how often they were computed, as where a transform remembers that it has run."""
 
