@@ -2,12 +2,17 @@
 """What all tests share. Plain helper modules lie in tests/support, which pytest puts on the path."""
 
 import importlib.util
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+# a shell lets what it starts in the background ignore interrupts, and so would every process of these tests
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

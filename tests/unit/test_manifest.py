@@ -210,7 +210,8 @@ def test_acks():
 
 def test_the_examples_of_the_document():
     text = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
-    pointer, manifest, table, ack = (block.encode() for block in re.findall(r"```json\n(.*?)\n```", text, re.DOTALL))
+    blocks = [block.encode() for block in re.findall(r"```json\n(.*?)\n```", text, re.DOTALL)]
+    pointer, manifest, table, adapter, ack = blocks
     assert Pointer.from_bytes(pointer, "x").version == Manifest.from_bytes(manifest, "x").version
     assert Ack.from_bytes(ack, "x").version == Pointer.from_bytes(pointer, "x").version
     read = TensorTable.from_bytes(table, "x")
@@ -218,3 +219,5 @@ def test_the_examples_of_the_document():
     # one line and compact, as it is written
     assert Manifest.from_bytes(manifest, "x").to_bytes() == manifest
     assert dataclasses.replace(Manifest.from_bytes(manifest, "x")).to_bytes() == manifest.replace(b"\n ", b"")
+    of_adapter = Manifest.from_bytes(manifest[:-1] + b",\n " + adapter + b"}", "x").adapter
+    assert of_adapter is not None and (of_adapter.name, of_adapter.rank) == ("policy", 16)
