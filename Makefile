@@ -31,10 +31,10 @@ $(READY): requirements/cpu.txt pyproject.toml tools/make_env.sh
 demo: $(READY)
 	$(BIN)/python examples/quickstart_cpu.py --model $(MODEL) $(if $(BUCKET),--bucket "$(BUCKET)") $(DEMO_ARGS)
 
-# what starts servers and trainers comes after the rest, one at a time
+# what starts servers and trainers comes after the rest: much of its time is waiting, so two at a time, too
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) tests/kernels tests/properties tests/unit
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/integration
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/integration
 
 matrix: $(READY)
 	$(BIN)/python -m pytest tests/integration/test_matrix.py tests/integration/test_shards.py tests/integration/test_rank_trainers.py \
