@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 MODEL ?= smollm2
 BUCKET ?=
 PYTEST_ARGS ?=
+WHOLE_RUNS := $(addprefix tests/integration/,test_demo.py test_demo_buckets.py test_examples.py)
 
 .PHONY: help env demo test matrix docs-check figures aot lint format clean
 
@@ -31,10 +32,12 @@ $(READY): requirements/cpu.txt pyproject.toml tools/make_env.sh
 demo: $(READY)
 	$(BIN)/python examples/quickstart_cpu.py --model $(MODEL) $(if $(BUCKET),--bucket "$(BUCKET)") $(DEMO_ARGS)
 
-# what starts servers and trainers comes after the rest: much of its time is waiting, so two at a time, too
+# what starts servers and trainers comes after the rest: whole runs, which wait a lot, two at a time, and then those that
+# look at what happens when
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) tests/kernels tests/properties tests/unit
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/integration
+	$(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(WHOLE_RUNS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/integration $(addprefix --ignore=,$(WHOLE_RUNS))
 
 matrix: $(READY)
 	$(BIN)/python -m pytest tests/integration/test_matrix.py tests/integration/test_shards.py tests/integration/test_rank_trainers.py \
