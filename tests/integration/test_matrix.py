@@ -156,7 +156,7 @@ EAGER += [("qwen3-moe-fused", 2, 1, "eager"), ("qwen3-moe-narrow", 1, 1, "eager"
 # compiling takes most of the time. Without it vLLM's CPU build cannot run two pipeline stages: only its warm-up for
 # the compiler makes the buffers that pass from one to the next
 ALL_COMPILED = [*((kind, tensor, 1, "compiled") for tensor in (1, 2) for kind in KINDS), ("qwen3", 1, 2, "compiled")]
-COMPILED = [("qwen3-moe", 1, 1, "compiled"), ("llama", 2, 1, "compiled")]
+COMPILED = [("llama", 2, 1, "compiled")]
 # attention whose factors are views of a loaded projection
 LATENT = [("deepseek-v2", 1, 1, "eager")]
 # and where they are computed from a quantised one, as all the other projections are from the checkpoint's weights
