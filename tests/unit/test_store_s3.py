@@ -11,11 +11,11 @@ import uuid
 
 import pytest
 from bad_server import BadServer
+from cloud_contract import CloudContract
 from moto_bucket import MotoServer
-from store_contract import CALLS, StoreContract, require_plain
+from store_contract import CALLS, require_plain
 
 from delta_wire.errors import (
-    BucketNotFoundError,
     ObjectExistsError,
     ObjectNotFoundError,
     RateLimitedError,
@@ -52,41 +52,12 @@ def url(s3_env, moto):
     return f"s3://{name}/runs/1"
 
 
-class TestS3(StoreContract):
+class TestS3(CloudContract):
+    scheme = "s3"
+
     @pytest.fixture
-    def store(self, url):
-        store = open_store(url, create=True)
-        yield store
-        store.close()
-
-    @pytest.fixture(autouse=True)
-    def _moto(self, moto):
-        self.moto = moto
-
-    def vanish(self, store):
-        store.delete([info.key for info in store.list("")])
-        self.moto.delete_bucket(store.url.split("/")[2])
-
-    def bring_back(self, store):
-        with pytest.raises(BucketNotFoundError, match=r"create it with the tools of the service"):
-            store.ensure()
-        self.moto.create_bucket(store.url.split("/")[2])
-
-
-def test_large_objects_go_in_parts_and_replace_each_other(url, tmp_path, monkeypatch):
-    # S3 takes parts of 5 MiB and more
-    monkeypatch.setattr(object_module, "_MULTIPART_FROM_BYTES", 1 << 20)
-    monkeypatch.setattr(object_module, "_PART_BYTES", 5 << 20)
-    store = open_store(url)
-    source = tmp_path / "source"
-    for content in (b"ab" * 6_000_000, b"c" * 5_500_000):
-        source.write_bytes(content)
-        store.put("anchors/model.safetensors", source)
-        store.get_file("anchors/model.safetensors", tmp_path / "target", len(content))
-        assert (tmp_path / "target").read_bytes() == content
-    # create-only writes are single requests whatever their size
-    with pytest.raises(ObjectExistsError):
-        store.put("anchors/model.safetensors", source, create_only=True)
+    def server(self, s3_env, moto):
+        return moto
 
 
 def test_other_prefixes_of_one_bucket_are_other_buckets(url):
