@@ -5,23 +5,20 @@ from __future__ import annotations
 
 import hmac
 import shutil
-import socket
 import subprocess
-import time
 from base64 import b64decode, b64encode
 from email.utils import formatdate
 from http.client import HTTPConnection
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.parse import urlsplit
+
+from server_process import ServerProcess
 
 VERSION = "3.35.0"
 # published with the emulator, of the only account it has
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _API = "2021-08-06"
-_START_S = 120
 _INSTALL_S = 600
 
 
@@ -42,7 +39,7 @@ def install(folder: Path) -> Path | None:
     return program if program.exists() else None
 
 
-class Azurite:
+class Azurite(ServerProcess):
     """Context manager.
 
     Args:
@@ -50,33 +47,18 @@ class Azurite:
         folder (`Path`): for its log.
     """
 
+    start_s = 120.0
+
     def __init__(self, program: Path, folder: Path):
-        self._log = folder / "azurite.log"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}/{_ACCOUNT}"
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [
-                    str(program),
-                    *("--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck", "--silent"),
-                    *("--blobHost", "127.0.0.1", "--blobPort", str(port)),
-                ],
-                cwd=folder,
-                stdout=log,
-                stderr=log,
-            )
-        deadline_s = time.monotonic() + _START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=5).close()
-                return
-            except OSError:
-                if self._process.poll() is not None or time.monotonic() > deadline_s:
-                    self.stop()
-                    raise RuntimeError(f"azurite did not start:\n{self._log.read_text()}") from None
-                time.sleep(0.05)
+        def command(port: int) -> list[str]:
+            return [
+                str(program),
+                *("--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck", "--silent"),
+                *("--blobHost", "127.0.0.1", "--blobPort", str(port)),
+            ]
+
+        super().__init__(command, folder)
+        self.url = f"http://127.0.0.1:{self.port}/{_ACCOUNT}"
 
     @property
     def env(self) -> dict[str, str]:
@@ -93,16 +75,6 @@ class Azurite:
     def delete_bucket(self, name: str) -> None:
         self._send("DELETE", name)
 
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
-
     def _send(self, method: str, name: str) -> None:
         """A request for a container, which the client of objects cannot make, signed with the account's key."""
         date = formatdate(usegmt=True)
@@ -112,7 +84,7 @@ class Azurite:
             method + 12 * "\n" + f"x-ms-date:{date}\nx-ms-version:{_API}\n/{_ACCOUNT}{resource}\nrestype:container"
         )
         signature = b64encode(hmac.digest(b64decode(_KEY), signed.encode(), "sha256")).decode()
-        connection = HTTPConnection("127.0.0.1", urlsplit(self.url).port, timeout=30)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
         headers = {"x-ms-date": date, "x-ms-version": _API, "Authorization": f"SharedKey {_ACCOUNT}:{signature}"}
         connection.request(method, f"{resource}?restype=container", headers=headers)
         answer = connection.getresponse()

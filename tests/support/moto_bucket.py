@@ -3,21 +3,15 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
-from types import TracebackType
-from typing import Self
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-_START_S = 60
+from server_process import ServerProcess
 
 
-class MotoServer:
-    """`moto_server` as a process of its own, so that other processes reach it and a test may kill it.
+class MotoServer(ServerProcess):
+    """`moto_server`.
 
     Args:
         folder (`Path`): for its log.
@@ -25,28 +19,11 @@ class MotoServer:
     """
 
     def __init__(self, folder: Path, host: str = "127.0.0.1"):
-        self._log = folder / "moto.log"
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            self.port = probe.getsockname()[1]
+        def command(port: int) -> list[str]:
+            return [sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)]
+
+        super().__init__(command, folder, host, _answers)
         self.url = f"http://{host}:{self.port}"
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "moto.server", "-H", host, "-p", str(self.port)],
-                cwd=folder,
-                stdout=log,
-                stderr=log,
-            )
-        deadline_s = time.monotonic() + _START_S
-        while True:
-            try:
-                urlopen(f"{self.url}/moto-api/", timeout=5).close()
-                return
-            except (URLError, OSError):
-                if self.process.poll() is not None or time.monotonic() > deadline_s:
-                    self.stop()
-                    raise RuntimeError(f"moto_server did not start:\n{self._log.read_text()}") from None
-                time.sleep(0.05)
 
     @property
     def env(self) -> dict[str, str]:
@@ -65,16 +42,10 @@ class MotoServer:
         """Remove an empty bucket."""
         self._send("DELETE", name)
 
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
-
     def _send(self, method: str, name: str) -> None:
         headers = {"Host": f"127.0.0.1:{self.port}", "Content-Length": "0"}
         urlopen(Request(f"{self.url}/{name}", method=method, headers=headers), timeout=30).close()
+
+
+def _answers(host: str, port: int) -> None:
+    urlopen(f"http://{host}:{port}/moto-api/", timeout=5).close()
