@@ -39,7 +39,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def run(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bucket that `trl-delta sft` has filled with the versions of an adapter."""
+    """A bucket that `trl-delta sft` has filled with the versions of an adapter, one for every step."""
     folder = tmp_path_factory.mktemp("adapter") / "cpu"
     shutil.copytree(CONFIGS, folder, ignore=shutil.ignore_patterns("runs", "model", "__pycache__"))
     shutil.copytree(tiny_model("qwen3"), folder / "model")
@@ -50,7 +50,7 @@ def run(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     # wrong bases and all else that would end publishing must end the test
     options += ["--delta_sync_on_failure", "stop"]
     done = subprocess.run(
-        [sys.executable, "-m", "trl_delta", "sft", "--config", "sft.yaml", *options],
+        [sys.executable, str(SUPPORT / "every_version.py"), "sft", "--config", "sft.yaml", *options],
         cwd=folder,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
