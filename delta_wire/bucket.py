@@ -20,9 +20,7 @@ from delta_wire.begin import (
     finish_predecessor,
     first_version,
     listed_seqs,
-    pointer_bytes,
     require_same_adapter,
-    sealed,
     unfinished_start,
     write_pointer,
 )
@@ -34,22 +32,15 @@ from delta_wire.errors import (
     DigestMismatchError,
     FormatError,
     MismatchError,
-    ObjectExistsError,
     ObjectNotFoundError,
     SetupError,
-    WriterConflictError,
 )
+from delta_wire.head import Head
 from delta_wire.manifest import (
-    MAX_MANIFEST_BYTES,
-    MAX_POINTER_BYTES,
-    POINTER_KEY,
     AnchorPart,
     DeltaPart,
     Manifest,
-    Parent,
-    Pointer,
     VersionId,
-    manifest_key,
 )
 from delta_wire.parts import Part, check_delta, put_delta
 from delta_wire.rejoin import delta_from
@@ -95,41 +86,31 @@ class BucketWriter:
         digest ([`~delta_wire.digest.Digest`]): of that version.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        table: TensorTable,
-        head: Manifest,
-        epoch: int,
-        next_seq: int,
-        signer: Signer | None = None,
-    ):
-        self.store = store
-        self._signer = signer
+    def __init__(self, table: TensorTable, head: Head):
         self.table = table
         self._head = head
-        self._epoch = epoch
-        self._next_seq = next_seq
-        # a publication that may or may not have reached the bucket
-        self._pending: tuple[Manifest, Delta] | None = None
+
+    @property
+    def store(self) -> Store:
+        return self._head.store
 
     @property
     def next_seq(self) -> int:
         """Number of the next version."""
-        return self._next_seq
+        return self._head.next_seq
 
     @property
     def head(self) -> Manifest:
         """Manifest of the newest version that readers can see."""
-        return self._head
+        return self._head.manifest
 
     @property
     def version(self) -> VersionId:
-        return self._head.version
+        return self._head.manifest.version
 
     @property
     def digest(self) -> Digest:
-        return self._head.digest
+        return self._head.manifest.digest
 
     @classmethod
     def start(
@@ -174,7 +155,7 @@ class BucketWriter:
                 store, table, digest, reference, anchor_dir, step, signer, adapter
             )
             write_pointer(store, head)
-            return cls(store, table, head, head.version.epoch, head.version.seq + 1, signer)
+            return cls(table, Head(store, head, head.version.epoch, head.version.seq + 1, signer))
         if signer is None and head.signature is not None:
             raise SetupError(
                 f"{store.url}: the run is signed, and this trainer has no key, so servers would refuse what it "
@@ -187,7 +168,7 @@ class BucketWriter:
         next_seq = max(unseen, default=head.version.seq) + 1
         if head.digest != digest:
             head = finish_predecessor(reader, head, unseen, digest)
-        writer = cls(store, table, head, head.version.epoch + 1, next_seq, signer)
+        writer = cls(table, Head(store, head, head.version.epoch + 1, next_seq, signer))
         if head.digest == digest:
             return writer
         if bits is None:
@@ -209,7 +190,7 @@ class BucketWriter:
             anchor = stream_anchor(
                 store, table, bits, seq=next_seq, digest=digest, files=files, single_file=single_file
             )
-            writer._begin(writer._manifest(None, digest, step, anchor, table.num_params), {})
+            writer._head.commit(writer._head.describe(None, digest, step, anchor, table.num_params), {})
         else:
             writer.publish(delta, digest=digest, step=step)
         return writer
@@ -240,7 +221,7 @@ class BucketWriter:
         found there, so that no version is lost or published twice.
         """
         began_s = time.monotonic()
-        settled = self._settle()
+        settled = self._head.settle()
         if settled is not None and settled[0].digest == digest:
             # the call before this one got further than it could tell
             manifest = settled[0]
@@ -251,14 +232,14 @@ class BucketWriter:
                     # the caller's idea of the newest version is one behind
                     old_bits = partial(_moved, old_bits, settled[1])
                 delta = rest
-            self._require_own_pointer()
+            self._head.require_own()
             self._check(delta, digest)
-            ref = put_delta(self.store, self.table, delta, seq=self._next_seq, encoding=encoding, old_bits=old_bits)
-            if anchor is not None and not anchor.objects[0].key.startswith(anchor_prefix(self._next_seq, digest)):
+            ref = put_delta(self.store, self.table, delta, seq=self.next_seq, encoding=encoding, old_bits=old_bits)
+            if anchor is not None and not anchor.objects[0].key.startswith(anchor_prefix(self.next_seq, digest)):
                 # uploaded for a number that another try has taken
                 anchor = None
-            manifest = self._manifest(DeltaPart(encoding, (ref,)), digest, step, anchor, num_changed(delta))
-            self._begin(manifest, delta)
+            manifest = self._head.describe(DeltaPart(encoding, (ref,)), digest, step, anchor, num_changed(delta))
+            self._head.commit(manifest, delta)
         return Published(manifest, manifest.delta.size_bytes if manifest.delta else 0, time.monotonic() - began_s)
 
     def commit(
@@ -284,21 +265,20 @@ class BucketWriter:
         # parts without a change say nothing, and may be the same bytes
         parts = [part for part in parts if part.changed_params] or parts[:1]
         refs = tuple(part.ref for part in parts)
-        pending = None if self._pending is None else self._pending[0]
+        pending = self._head.pending
         if pending is not None and (pending.delta is None or pending.delta.objects != refs):
             raise ValueError(f"BucketWriter.commit: version {pending.version} must be settled first")
         if pending is None:
-            self._require_own_pointer()
+            self._head.require_own()
             (encoding,) = {part.encoding for part in parts}
             digest = sum((part.change for part in parts), self.digest)
             changed_params = sum(part.changed_params for part in parts)
-            pending = self._manifest(DeltaPart(encoding, refs), digest, step, None, changed_params)
+            pending = self._head.describe(DeltaPart(encoding, refs), digest, step, None, changed_params)
             anchor = None if make_anchor is None else make_anchor(pending)
             if anchor is not None:
-                pending = self._manifest(DeltaPart(encoding, refs), digest, step, anchor, changed_params)
-            self._pending = (pending, {})
+                pending = self._head.describe(DeltaPart(encoding, refs), digest, step, anchor, changed_params)
         # the same bytes in every try: whichever of them arrives is this version
-        self._commit(pending)
+        self._head.commit(pending, {})
         return Published(pending, sum(ref.size_bytes for ref in refs), time.monotonic() - began_s)
 
     def acks(self) -> list[Ack]:
@@ -306,7 +286,7 @@ class BucketWriter:
         return read_acks(self.store)
 
     def _check(self, delta: Delta, digest: Digest) -> None:
-        source = f"{self.store.url}: version {self._next_seq}"
+        source = f"{self.store.url}: version {self.next_seq}"
         check_delta(delta, self.table, source)
         if any(part.old is None for part in delta.values()):
             return
@@ -316,102 +296,6 @@ class BucketWriter:
                 f"{source}: the newest version {self.version} with this delta has digest {found}, expected {digest}; "
                 "the delta does not begin at that version. Build it against the snapshot of what was published last."
             )
-
-    def _begin(self, manifest: Manifest, delta: Delta) -> None:
-        self._pending = (manifest, delta)
-        self._commit(manifest)
-
-    def _manifest(
-        self,
-        delta: DeltaPart | None,
-        digest: Digest,
-        step: int | None,
-        anchor: AnchorPart | None,
-        changed_params: int,
-    ) -> Manifest:
-        seq, head = self._next_seq, self._head
-        manifest = Manifest(
-            version=VersionId(head.version.run, self._epoch, seq),
-            digest=digest,
-            table=head.table,
-            num_params=self.table.num_params,
-            changed_params=changed_params,
-            step=step,
-            created_unix_s=round(time.time(), 3),
-            parent=Parent(head.version.seq, head.version.epoch, head.digest, head.sha256),
-            delta=delta,
-            anchor=anchor,
-            adapter=head.adapter,
-        )
-        return sealed(self.store, manifest, self._signer)
-
-    def _commit(self, manifest: Manifest) -> None:
-        key = manifest_key(manifest.version.seq)
-        try:
-            self.store.put(key, manifest.to_bytes(), create_only=True)
-        except ObjectExistsError as error:
-            if self.store.get(key, MAX_MANIFEST_BYTES) != manifest.to_bytes():
-                self._pending = None
-                raise self._conflict(f"{key} was written by another trainer") from error
-        self._advance(manifest)
-
-    def _settle(self) -> tuple[Manifest, Delta] | None:
-        """Find out what became of a publication that failed; returns it if its manifest is durable."""
-        if self._pending is None:
-            return None
-        manifest, delta = self._pending
-        key = manifest_key(manifest.version.seq)
-        try:
-            found = self.store.get(key, MAX_MANIFEST_BYTES)
-        except ObjectNotFoundError:
-            self._pending = None
-            return None
-        if found != manifest.to_bytes():
-            raise self._conflict(f"{key} was written by another trainer")
-        self._advance(manifest)
-        return manifest, delta
-
-    def _advance(self, manifest: Manifest) -> None:
-        # a pointer write whose answer was lost has moved it already
-        self._require_own_pointer(manifest)
-        write_pointer(self.store, manifest)
-        self._head = manifest
-        self._next_seq = manifest.version.seq + 1
-        self._pending = None
-
-    def _require_own_pointer(self, manifest: Manifest | None = None) -> None:
-        allowed = (
-            [pointer_bytes(self._head)] if manifest is None else [pointer_bytes(self._head), pointer_bytes(manifest)]
-        )
-        try:
-            found = self.store.get(POINTER_KEY, MAX_POINTER_BYTES)
-        except ObjectNotFoundError as error:
-            raise self._conflict(f"{POINTER_KEY} was removed") from error
-        if found not in allowed:
-            try:
-                other = str(Pointer.from_bytes(found, self.store.url).version)
-            except FormatError:
-                other = f"something else, {found[:40]!r}"
-            raise self._conflict(f"{POINTER_KEY} names {other}")
-        if not self.store.create_only:
-            self._require_own_manifest(manifest or self._head)
-
-    def _require_own_manifest(self, manifest: Manifest) -> None:
-        """Where the store cannot keep a second writer from replacing a manifest, notice it before going on from it."""
-        key = manifest_key(manifest.version.seq)
-        try:
-            found = self.store.get(key, MAX_MANIFEST_BYTES)
-        except ObjectNotFoundError as error:
-            raise self._conflict(f"{key} was removed") from error
-        if found != manifest.to_bytes():
-            raise self._conflict(f"{key} was replaced by another trainer")
-
-    def _conflict(self, what: str) -> WriterConflictError:
-        return WriterConflictError(
-            f"{self.store.url}: expected {POINTER_KEY} to name version {self.version}, which this trainer published "
-            f"last, but {what}. Publishing has ended for this run: stop the other trainer if there is one, repair the "
-            "bucket and resume from a checkout of its newest version, or start again with an empty bucket"
-        )
 
 
 def _moved(old_bits: OldBits, delta: Delta, name: str) -> np.ndarray:

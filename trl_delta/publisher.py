@@ -27,7 +27,8 @@ _JOIN_S = 5.0
 class Writer(Protocol):
     """What the publisher needs of a [`~delta_wire.bucket.BucketWriter`]."""
 
-    store: Store
+    @property
+    def store(self) -> Store: ...
 
     @property
     def version(self) -> VersionId: ...

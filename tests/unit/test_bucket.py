@@ -62,6 +62,11 @@ class FaultyStore:
         return counted
 
 
+def write_through(run, store) -> None:
+    """Let the writer's calls go through another store from now on."""
+    run.writer._head.store = store
+
+
 def replay(run, reader=None) -> dict[str, np.ndarray]:
     """Bits of the newest version, rebuilt from the base by deltas alone."""
     reader = reader or run.reader()
@@ -121,7 +126,8 @@ def test_a_run_from_start_to_latest(run, tmp_path):
 
 
 def test_objects_then_manifest_then_pointer(run):
-    run.store = run.writer.store = FaultyStore(run.store)
+    run.store = FaultyStore(run.store)
+    write_through(run, run.store)
     run.publish()
     assert [key.split("/")[0] for key in run.store.writes] == ["deltas", "versions", "LATEST"]
     fresh = FaultyStore(MemoryStore("order"))
@@ -293,7 +299,7 @@ def test_a_failure_at_any_call_loses_and_doubles_nothing(run, after, coalesce):
     while True:
         number += 1
         store = FaultyStore(run.store)
-        run.writer.store = store
+        write_through(run, store)
         store.fail_at, store.after = number, after
         head = run.writer.version.seq
         # what the trainer knows to be published; more than a third of the smallest tensor changes, so it is sent whole
@@ -362,7 +368,7 @@ def test_an_answer_lost_below_the_store_is_no_conflict(run):
 
             return put
 
-    run.writer.store = Repeating(run.store)
+    write_through(run, Repeating(run.store))
     run.publish()
     assert same(replay(run), run.bits)
 
@@ -372,7 +378,7 @@ def test_a_number_that_another_trainer_took_meanwhile(run):
     store = FaultyStore(run.store)
     # before the manifest is written
     store.fail_at = 3
-    run.writer.store = store
+    write_through(run, store)
     with pytest.raises(StoreUnavailableError):
         run.writer.publish(delta, digest=digest, step=1, encoding="plain")
     foreign = run.reader().latest().to_bytes().replace(b'"seq":0', b'"seq":1')
@@ -401,9 +407,9 @@ def test_an_unseen_manifest_of_another_branch_is_not_finished(run):
     stray = rewrite(run, 1, version__seq=2, digest=str(digest), parent__manifest_sha256="0" * 64, parent__seq=1)
     assert stray.version.seq == 2
     raw = stray.to_bytes()
-    run.store.put(manifest_key(1), run.writer._head.to_bytes())
+    run.store.put(manifest_key(1), run.writer.head.to_bytes())
     run.store.put(manifest_key(2), raw)
-    run.store.put("LATEST", pointer_bytes(run.writer._head))
+    run.store.put("LATEST", pointer_bytes(run.writer.head))
     with pytest.raises(BaseMismatchError):
         run.start()
     assert run.reader().latest().version.seq == 1
@@ -415,7 +421,7 @@ def test_a_trainer_that_died_before_the_pointer_is_continued(run):
     store = FaultyStore(run.store)
     # the last call of a publication is the pointer
     store.fail_at = 5
-    run.writer.store = store
+    write_through(run, store)
     with pytest.raises(StoreUnavailableError):
         run.writer.publish(delta, digest=digest, step=1, encoding="plain")
     assert run.reader().latest().version.seq == 1 and run.reader().manifest(2).digest == digest
@@ -432,7 +438,7 @@ def test_a_manifest_nobody_has_seen_is_stepped_over(run):
     delta, digest = run.next_delta()
     store = FaultyStore(run.store)
     store.fail_at = 5
-    run.writer.store = store
+    write_through(run, store)
     with pytest.raises(StoreUnavailableError):
         run.writer.publish(delta, digest=digest, step=1, encoding="plain")
     # this trainer resumes from the last version that readers know
