@@ -32,12 +32,12 @@ $(READY): requirements/cpu.txt pyproject.toml tools/make_env.sh
 demo: $(READY)
 	$(BIN)/python examples/quickstart_cpu.py --model $(MODEL) $(if $(BUCKET),--bucket "$(BUCKET)") $(DEMO_ARGS)
 
-# what starts servers and trainers comes after the rest: whole runs, which wait a lot, two at a time, and then those that
-# look at what happens when
+# what starts servers and trainers comes after the rest, two at a time because all of it waits a lot: whole runs one by
+# one, and then files, whose tests share a server
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) tests/kernels tests/properties tests/unit
 	$(BIN)/python -m pytest -n 2 --dist load $(PYTEST_ARGS) $(WHOLE_RUNS)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/integration $(addprefix --ignore=,$(WHOLE_RUNS))
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/integration $(addprefix --ignore=,$(WHOLE_RUNS))
 
 matrix: $(READY)
 	$(BIN)/python -m pytest tests/integration/test_matrix.py tests/integration/test_shards.py tests/integration/test_rank_trainers.py \

@@ -18,7 +18,7 @@ from vllm_server import Server, serve
 pytestmark = pytest.mark.e2e
 
 EXTENSION = "--worker-extension-cls=vllm_delta.DeltaWorkerExtension"
-WAIT_S = 3.0
+WAIT_S = 1.0
 
 
 @pytest.fixture(scope="module")
