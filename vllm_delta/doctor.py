@@ -8,12 +8,18 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from delta_wire.bucket import BucketReader
 from delta_wire.doctor import Context, Finding, ok, problem, warning
 from delta_wire.errors import DeltaError
+from delta_wire.stores import open_store
 from vllm_delta.settings import BUCKET, Settings
 
 EXTENSION = "vllm_delta.DeltaWorkerExtension"
 PLUGIN = "vllm_delta"
+# of vLLM, where --max-lora-rank is not given
+_DEFAULT_RANK = "16"
+# docs/COMPATIBILITY.md
+_QUANTISED_AND_RUN = ("fp8_per_channel",)
 
 
 class _Asked(dict[str, str]):
@@ -40,11 +46,15 @@ VARIABLES = _variables()
 
 def settings(context: Context) -> Iterator[Finding]:
     """Everything that ends a server's start."""
-    if not context.env.get(BUCKET, "").strip() and not context.serve:
-        # a trainer's machine
-        return
+    env = dict(context.env)
+    if not env.get(BUCKET, "").strip() and not context.serve:
+        if not context.bucket or not any(name in env for name in VARIABLES):
+            # a trainer's machine
+            return
+        # the bucket was named on the command line
+        env[BUCKET] = context.bucket
     try:
-        found = Settings.from_env(context.env)
+        found = Settings.from_env(env)
     except DeltaError as error:
         yield problem("server settings", str(error), "see the message")
         return
@@ -88,11 +98,13 @@ def _wrong_flags(given: Mapping[str, str]) -> Iterator[Finding]:
             f"--worker-extension-cls is {extension or 'not given'}",
             f"add --worker-extension-cls {EXTENSION}",
         )
-    if given.get("quantization", "none").lower() != "none":
-        yield problem(
+    quantization = given.get("quantization", "none").lower()
+    if quantization not in ("none", *_QUANTISED_AND_RUN):
+        yield warning(
             "vllm flags",
-            f"--quantization {given['quantization']}: quantised weights are not those of the checkpoint",
-            "serve without --quantization",
+            f"--quantization {quantization}: followed only where vLLM's reload quantises a layer twice alike, which "
+            f"the server tries at its start; run so far: {', '.join(_QUANTISED_AND_RUN)}",
+            "if /delta/status says degraded after the start, serve without --quantization",
         )
     if given.get("dtype", "auto") not in ("auto", "bfloat16"):
         yield problem("vllm flags", f"--dtype {given['dtype']}", "serve with --dtype bfloat16")
@@ -116,6 +128,29 @@ def _wrong_flags(given: Mapping[str, str]) -> Iterator[Finding]:
             "--speculative-config: the drafter's own weights stay those it was loaded with",
             "expect fewer accepted tokens as training goes on; outputs stay right",
         )
+
+
+def adapter(context: Context) -> Iterator[Finding]:
+    """A run of adapters needs a server that has room for one."""
+    if not context.serve or not context.bucket:
+        return
+    try:
+        latest = BucketReader(open_store(context.bucket)).latest()
+    except DeltaError:
+        # the check of the bucket tells what is wrong with it
+        return
+    if latest is None or latest.adapter is None:
+        return
+    given, run = _parse(context.serve), latest.adapter
+    rank = given.get("max-lora-rank", _DEFAULT_RANK)
+    if "enable-lora" not in given:
+        found = f"the run is an adapter of rank {run.rank}, and --enable-lora is not given"
+    elif rank.isdecimal() and int(rank) < run.rank:
+        found = f"the run is an adapter of rank {run.rank}, and --max-lora-rank is {rank}"
+    else:
+        yield ok("adapter", f"{run.name}, rank {run.rank}")
+        return
+    yield problem("adapter", found, f"serve with --enable-lora --max-lora-rank {run.rank} or more")
 
 
 def _checkpoint(words: tuple[str, ...]) -> Iterator[Finding]:
@@ -152,4 +187,4 @@ def _parse(words: tuple[str, ...]) -> dict[str, str]:
     return given
 
 
-CHECKS = (settings, plugin, flags)
+CHECKS = (settings, plugin, flags, adapter)

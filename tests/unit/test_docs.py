@@ -2,6 +2,7 @@
 """What the documents say holds: commands run, links lead somewhere, names and numbers are those of the code."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,11 @@ def test_links_lead_somewhere(path):
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
     missing = [target for target in targets if "://" not in target and not (path.parent / target).resolve().exists()]
     assert not missing
+    for target, section in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", path.read_text()):
+        if "://" not in target:
+            headings = re.findall(r"^#+ (.*)$", (path.parent / target if target else path).read_text(), re.MULTILINE)
+            # as they are named in addresses
+            assert section in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -82,6 +88,9 @@ def test_names_are_those_of_the_code(path):
     text, code = path.read_text(), source()
     names = set(re.findall(r"\bDELTA_(?:SYNC|STORE)_[A-Z_]*[A-Z]\b|\bdelta_sync_[a-z_]*[a-z]\b", text))
     assert not {name for name in names if name not in code}
+    for owner, method in re.findall(r"`([A-Z][A-Za-z]+)\.([a-z_]+)", text):
+        found = re.search(rf"^class {owner}\b.*?(?=^class |\Z)", code, re.MULTILINE | re.DOTALL)
+        assert found and f"    def {method}(" in found[0], f"{owner}.{method}"
     # a counter's sample is called as its family with _total
     metrics = {name.removesuffix("_total") for name in re.findall(r"vllm_delta:(\w+)", text)}
     known = set(re.findall(r"vllm_delta:(\w+)", code)) | {"served_seq", "target_seq", "lag_versions"}
@@ -128,11 +137,13 @@ def test_the_container_starts_a_server_that_doctor_approves(tmp_path):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL": "some/model", "DELTA_SYNC_BUCKET": "s3://bucket/run"}
-    start = ["bash", str(folder / "start.sh"), "--max-model-len", "512"]
+    start = ["bash", str(folder / "start.sh"), "--max-model-len", "512", "--chat-template", "two words"]
     checked, served = subprocess.run(start, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert checked == f"delta-wire doctor s3://bucket/run --serve {served}"
+    before, _, command = checked.partition(" --serve ")
+    assert before == "delta-wire doctor s3://bucket/run --read-only"
+    assert " ".join(shlex.split(command)) == served and shlex.split(command)[-1] == "two words"
     assert served.startswith("vllm serve some/model --host 0.0.0.0 --port 7860")
-    assert served.endswith("--max-model-len 512") and "vllm_delta.DeltaWorkerExtension" in served
+    assert "--max-model-len 512" in served and "vllm_delta.DeltaWorkerExtension" in served
     del env["DELTA_SYNC_BUCKET"]
     failed = subprocess.run(start, env=env, capture_output=True, text=True)
     assert failed.returncode != 0 and "DELTA_SYNC_BUCKET" in failed.stderr

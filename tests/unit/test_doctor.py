@@ -6,6 +6,7 @@ import shutil
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from delta_wire.checkpoint import Checkpoint
@@ -189,6 +190,7 @@ def test_what_is_planted_is_found(healthy, plant, check, found, fix):
 FLAGS = [
     (SERVE.replace("--worker-extension-cls vllm_delta.DeltaWorkerExtension", ""), "add --worker-extension-cls"),
     (SERVE + " --quantization fp8", "without --quantization"),
+    (SERVE + " --worker-extension-cls x", "add --worker-extension-cls"),
     (SERVE + " -q=awq", "without --quantization"),
     (SERVE.replace("bfloat16", "float16"), "--dtype bfloat16"),
     (SERVE + " --load-format dummy", "load the run's checkpoint"),
@@ -202,6 +204,57 @@ FLAGS = [
 def test_flags_of_vllm(healthy, serve, fix):
     (finding,) = healthy.examine(serve=serve)
     assert finding["check"] == "vllm flags" and fix in finding["fix"]
+
+
+def test_quantisation_that_was_run_is_none_to_warn_of(healthy):
+    assert healthy.examine(serve=SERVE + " --quantization fp8_per_channel") == []
+
+
+def test_settings_before_the_command_count(healthy, monkeypatch):
+    """README's line, pasted whole."""
+    monkeypatch.delenv("DELTA_SYNC_BUCKET")
+    assert healthy.examine(serve=f"DELTA_SYNC_BUCKET={healthy.bucket} {SERVE}") == []
+    (finding,) = healthy.examine(serve=f"DELTA_SYNC_BUCKET={healthy.bucket} DELTA_SYNC_POLL_S=often {SERVE}")
+    assert "DELTA_SYNC_POLL_S='often'" in finding["found"]
+
+
+def test_a_servers_settings_are_looked_at_beside_a_bucket_by_name(command, bucket, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DELTA_SYNC_BUCKET", raising=False)
+    monkeypatch.setenv("DELTA_SYNC_CACHE_POLICY", "drop")
+    result = command("doctor", bucket, "--json")
+    found = [finding["found"] for finding in result.json["findings"] if finding["check"] == "server settings"]
+    assert result.code == 1 and "DELTA_SYNC_CACHE_POLICY='drop' is not one of" in found[0]
+
+
+def test_a_run_of_adapters(healthy, base, tmp_path, monkeypatch):
+    from delta_wire.adapter import Adapter
+    from delta_wire.bucket import BucketWriter
+    from delta_wire.container import write_tensors
+    from delta_wire.stores import open_store
+
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    write_tensors(adapter / "adapter_model.safetensors", {"lora_A": ("BF16", (32, 4), np.zeros((32, 4), "u2"))}, {})
+    (adapter / "adapter_config.json").write_text("{}")
+    bucket, checkpoint = tmp_path / "adapters", Checkpoint(adapter)
+    BucketWriter.start(
+        open_store(bucket, create=True),
+        table=checkpoint.table(),
+        digest=checkpoint.digest(),
+        reference=None,
+        anchor_dir=adapter,
+        adapter=Adapter("policy", 32, Checkpoint(base).digest(), "me/base@1"),
+    )
+    monkeypatch.setenv("DELTA_SYNC_BUCKET", str(bucket))
+    right = SERVE + " --enable-lora --max-lora-rank 32"
+    assert healthy.examine("--model", base, serve=right) == [] == healthy.examine(serve=right)
+    for serve, found in ((SERVE, "--enable-lora is not given"), (SERVE + " --enable-lora", "--max-lora-rank is 16")):
+        (finding,) = healthy.examine(serve=serve)
+        assert finding["check"] == "adapter" and found in finding["found"]
+        assert "--max-lora-rank 32" in finding["fix"]
+    (finding,) = healthy.examine("--model", adapter, serve=right)
+    assert finding["check"] == "base" and "me/base@1" in finding["found"]
 
 
 def test_a_package_that_is_too_old(healthy, monkeypatch, tmp_path):

@@ -22,6 +22,7 @@ class Page(html.parser.HTMLParser):
         super().__init__()
         self.images: dict[str, bytes] = {}
         self.others: list[str] = []
+        self.figure = ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -29,7 +30,11 @@ class Page(html.parser.HTMLParser):
         if tag == "img":
             kind, _, data = values["src"].partition(",")
             assert kind == "data:image/png;base64"
-            self.images[values["alt"]] = base64.b64decode(data)
+            # said to whoever cannot see the picture
+            assert len(values["alt"].split()) > 8
+            self.images[self.figure] = base64.b64decode(data)
+        elif tag == "figure":
+            self.figure = values["id"]
         self.others += [values[name] for name in ("href", "src") if name in values and tag != "img"]
 
 
@@ -129,13 +134,19 @@ def test_a_trainers_state_is_a_log(command, bucket, tmp_path):
 def test_without_matplotlib_it_says_what_to_install(command, bucket, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = command("report", bucket, "-o", tmp_path / "out", "--json")
-    assert result.code == 1 and "delta-weight-sync[report]" in result.json["error"]["message"]
+    assert result.code == 1 and "pip install '.[report]'" in result.json["error"]["message"]
 
 
-def test_the_folder_cannot_be_made(command, bucket, tmp_path):
+def test_files_that_cannot_be_written_or_read(command, bucket, tmp_path):
     (tmp_path / "file").write_text("")
     result = command("report", bucket, "-o", tmp_path / "file" / "out", "--json")
     assert result.code == 1 and "cannot write the picture" in result.json["error"]["message"]
+    # a file whose first byte nobody can read
+    result = command("report", bucket, "-o", tmp_path / "out", "--logs", "/proc/self/mem", "--json")
+    assert result.code == 1 and "/proc/self/mem: cannot read" in result.json["error"]["message"]
+    (tmp_path / "taken" / "index.html").mkdir(parents=True)
+    result = command("report", bucket, "-o", tmp_path / "taken", "--json")
+    assert result.code == 1 and "index.html: cannot write the page" in result.json["error"]["message"]
 
 
 @pytest.mark.parametrize(
