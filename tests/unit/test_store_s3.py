@@ -76,7 +76,7 @@ def test_a_second_process_sees_what_the_first_wrote(url, moto):
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(object_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SetupError, match=r"need the package obstore.*pip install 'delta-weight-sync\[s3\]'"):
+    with pytest.raises(SetupError, match=r"need the package obstore.*pip install '\.\[s3\]'"):
         open_store("gs://bucket/run")
 
 

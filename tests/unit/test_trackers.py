@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trackers that people use, each with what it has stored itself: delta sync's metrics are in TRL's lines."""
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +13,6 @@ import pytest
 from rank_trainers import STEPS, grpo
 from stub_server import StubServer
 from tracked import ENVIRONMENT, environment, stored
-
-from trl_delta import cli
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "cpu"
 OURS = {"train/delta/changed_frac", "train/delta/extract_s", "train/delta/version"}
@@ -34,24 +35,30 @@ def tracked(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     folder = here / "cpu"
     shutil.copytree(CONFIGS, folder, ignore=shutil.ignore_patterns("runs", "model", "__pycache__"))
     shutil.copytree(tiny_model("qwen3"), folder / "model")
-    # not imported here: they read the environment when they are
     trackers = [tracker for tracker in ENVIRONMENT if find_spec(tracker)]
     file = folder / "sft.yaml"
     said = file.read_text()
     assert "report_to: none" in said
     file.write_text(said.replace("report_to: none", f"report_to: [{', '.join(trackers)}]"))
-    with pytest.MonkeyPatch.context() as patch:
-        for tracker in trackers:
-            (here / tracker).mkdir()
-            for name, value in environment(tracker, here / tracker).items():
-                patch.setenv(name, value)
-        patch.chdir(folder)
-        cli.train("sft", ["--config", "sft.yaml", "--max_steps", "4", "--logging_steps", "2"])
-        if "wandb" in trackers:
-            import wandb
-
-            # as at the end of the process
-            wandb.finish()
+    told = {}
+    for tracker in trackers:
+        (here / tracker).mkdir()
+        told |= environment(tracker, here / tracker)
+    # in a process of its own: trackers read the environment when they are imported, which another test may have done
+    command = [
+        sys.executable,
+        "-m",
+        "trl_delta",
+        "sft",
+        "--config",
+        "sft.yaml",
+        "--max_steps",
+        "4",
+        "--logging_steps",
+        "2",
+    ]
+    done = subprocess.run(command, cwd=folder, env=os.environ | told, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
     return here
 
 
