@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `delta-wire` command. Data goes to standard output, messages to standard error.
 
-Exit codes: 0 all is well; 1 refused, not found or not as announced; 2 wrong usage; 130 interrupted. With `--json`
-there is exactly one JSON object on standard output, `{"error": {"type", "message"}}` if the command failed; commands
-that follow something (`log --follow`, `watch`) write one object a line.
+Exit codes: 0 all is well; 1 refused, not found, not as announced, or the output could not be written; 2 wrong usage;
+130 interrupted. With `--json` there is exactly one JSON object on standard output, `{"error": {"type", "message"}}` if
+the command failed; commands that follow something (`log --follow`, `watch`) write one object a line.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def cli() -> None:
     run-epoch-number, or "latest". With DELTA_SYNC_PUBLIC_KEY set nothing is believed that this key has not signed.
 
     \b
-    Exit codes: 0 all is well · 1 refused, not found or not as announced
-                2 wrong usage · 130 interrupted
+    Exit codes: 0 all is well · 2 wrong usage · 130 interrupted
+                1 refused, not found, not as announced, or nobody takes the output
     """
 
 
@@ -80,6 +80,10 @@ def main() -> None:
         _drop_output()
         say(f"error: standard output: {error.strerror or error}")
         code = EXIT_REFUSED
+    except KeyboardInterrupt:
+        # at a moment at which click does not wait for it
+        say("interrupted")
+        code = EXIT_INTERRUPTED
     sys.exit(code)
 
 
@@ -97,11 +101,21 @@ def _run() -> int:
         say("interrupted")
         return EXIT_INTERRUPTED
     except DeltaError as error:
-        if _wants_json():
-            # a program that reads standard output finds one object there in any case
-            print_json({"error": {"type": type(error).__name__, "message": str(error)}})
-        say(f"error: {error}")
-        return EXIT_REFUSED
+        return _refused(error, str(error))
+    except OSError as error:
+        if sys.stdout is not None:
+            # what did not arrive there is still waiting, so this raises again if standard output was meant
+            sys.stdout.flush()
+        what = "" if error.filename is None else f"{error.filename}: "
+        return _refused(error, f"{what}{error.strerror or error}")
+
+
+def _refused(error: Exception, message: str) -> int:
+    if _wants_json():
+        # a program that reads standard output finds one object there in any case
+        print_json({"error": {"type": type(error).__name__, "message": message}})
+    say(f"error: {message}")
+    return EXIT_REFUSED
 
 
 def _wants_json() -> bool:

@@ -14,6 +14,8 @@ from vllm_delta.settings import BUCKET, Settings
 
 EXTENSION = "vllm_delta.DeltaWorkerExtension"
 PLUGIN = "vllm_delta"
+# docs/COMPATIBILITY.md
+_QUANTISED_AND_RUN = ("fp8_per_channel",)
 
 
 class _Asked(dict[str, str]):
@@ -40,11 +42,15 @@ VARIABLES = _variables()
 
 def settings(context: Context) -> Iterator[Finding]:
     """Everything that ends a server's start."""
-    if not context.env.get(BUCKET, "").strip() and not context.serve:
-        # a trainer's machine
-        return
+    env = dict(context.env)
+    if not env.get(BUCKET, "").strip() and not context.serve:
+        if not context.bucket or not any(name in env for name in VARIABLES):
+            # a trainer's machine
+            return
+        # the bucket was named on the command line
+        env[BUCKET] = context.bucket
     try:
-        found = Settings.from_env(context.env)
+        found = Settings.from_env(env)
     except DeltaError as error:
         yield problem("server settings", str(error), "see the message")
         return
@@ -88,11 +94,13 @@ def _wrong_flags(given: Mapping[str, str]) -> Iterator[Finding]:
             f"--worker-extension-cls is {extension or 'not given'}",
             f"add --worker-extension-cls {EXTENSION}",
         )
-    if given.get("quantization", "none").lower() != "none":
-        yield problem(
+    quantization = given.get("quantization", "none").lower()
+    if quantization not in ("none", *_QUANTISED_AND_RUN):
+        yield warning(
             "vllm flags",
-            f"--quantization {given['quantization']}: quantised weights are not those of the checkpoint",
-            "serve without --quantization",
+            f"--quantization {quantization}: followed only where vLLM's reload quantises a layer twice alike, which "
+            f"the server tries at its start; run so far: {', '.join(_QUANTISED_AND_RUN)}",
+            "if /delta/status says degraded after the start, serve without --quantization",
         )
     if given.get("dtype", "auto") not in ("auto", "bfloat16"):
         yield problem("vllm flags", f"--dtype {given['dtype']}", "serve with --dtype bfloat16")

@@ -62,8 +62,21 @@ def newest(reader: BucketReader) -> Manifest:
     """Manifest of the newest version; [`SetupError`] if nothing has been published yet."""
     latest = reader.latest()
     if latest is None:
-        raise SetupError(f"{reader.store.url}: nothing has been published yet")
+        raise SetupError(nothing_published(reader))
     return latest
+
+
+def nothing_published(reader: BucketReader) -> str:
+    """What is said of a bucket without a run; a folder that lies beside one is the usual mistake."""
+    from delta_wire.manifest import POINTER_KEY
+
+    text = f"{reader.store.url}: nothing has been published yet"
+    root = getattr(reader.store, "root", None)
+    if not isinstance(root, Path):
+        return text
+    pointers = [root.parent / POINTER_KEY, *sorted(root.glob(f"*/{POINTER_KEY}"))]
+    beside = [str(pointer.parent) for pointer in pointers if pointer.is_file()]
+    return f"{text}, but {beside[0]} holds a run: was that meant?" if beside else text
 
 
 def find(reader: BucketReader, version: str) -> Manifest:

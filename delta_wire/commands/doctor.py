@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +14,7 @@ import click
 
 from delta_wire.commands.common import EXIT_REFUSED, json_option, print_json, progress, say
 
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _MARKS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM", "skipped": "-      "}
 
 
@@ -50,10 +53,14 @@ def doctor(
         words = tuple(shlex.split(serve))
     except ValueError as error:
         raise click.UsageError(f"--serve: {error}") from error
+    # as in a shell: what comes before the command is set for it
+    set_before = [word.split("=", 1) for word in itertools.takewhile(_ASSIGNMENT.match, words)]
+    words = words[len(set_before) :]
+    env = os.environ | dict(set_before)
     context = Context(
-        env=os.environ,
+        env=env,
         cwd=Path.cwd(),
-        bucket=bucket or os.environ.get("DELTA_SYNC_BUCKET", "").strip() or None,
+        bucket=bucket or env.get("DELTA_SYNC_BUCKET", "").strip() or None,
         serve=words,
         model=model,
         num_servers=num_servers,

@@ -4,11 +4,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from delta_wire.commands.common import format_row, lines_option, open_reader, print_json, print_table, progress, say
+from delta_wire.commands.common import (
+    format_row,
+    lines_option,
+    nothing_published,
+    open_reader,
+    print_json,
+    print_table,
+    progress,
+    say,
+)
 from delta_wire.errors import BucketNotFoundError, ObjectNotFoundError, StoreUnavailableError
 
 if TYPE_CHECKING:
@@ -49,7 +59,7 @@ def log(bucket: str, limit: int, follow: bool, interval_s: float, as_json: bool)
     elif as_json:
         print_json({"bucket": reader.store.url, "run": latest and latest.version.run, "versions": versions})
     elif latest is None:
-        say(f"{reader.store.url}: nothing has been published yet")
+        say(nothing_published(reader))
     else:
         click.echo(f"{reader.store.url}: run {latest.version.run}")
         print_table(_HEADER, [_row(version) for version in versions])
@@ -64,16 +74,21 @@ def _collect(
     versions: list[dict[str, Any]] = []
     if latest is None:
         return versions
+    for manifest in _until_removed(reader.walk(latest)):
+        if after_seq is not None and manifest.version.seq <= after_seq:
+            break
+        versions.append(summary(reader, manifest))
+        if len(versions) == limit:
+            break
+    return versions
+
+
+def _until_removed(walk: Iterator[Manifest]) -> Iterator[Manifest]:
+    """What retention has removed ends a list of versions; any other object that is missing is an error."""
     try:
-        for manifest in reader.walk(latest):
-            if after_seq is not None and manifest.version.seq <= after_seq:
-                break
-            versions.append(summary(reader, manifest))
-            if len(versions) == limit:
-                break
+        yield from walk
     except ObjectNotFoundError as error:
         say(f"older versions have been removed: {error}")
-    return versions
 
 
 def _follow(

@@ -12,6 +12,7 @@ from delta_wire.commands.common import (
     EXIT_REFUSED,
     base_option,
     json_option,
+    newest,
     open_reader,
     print_json,
     progress,
@@ -32,6 +33,7 @@ def verify(bucket: str, base: Path | None, as_json: bool) -> None:
     from delta_wire.replay import verify as replay
 
     reader = open_reader(bucket)
+    newest(reader)
     checks = []
     with progress("proving version") as shown:
         for check in replay(reader, base):

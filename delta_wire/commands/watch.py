@@ -14,6 +14,7 @@ from delta_wire.commands.common import (
     EXIT_REFUSED,
     is_terminal,
     lines_option,
+    nothing_published,
     open_reader,
     print_json,
     print_table,
@@ -78,7 +79,8 @@ def _chosen(sources: tuple[str, ...]) -> Callable[[], list[Replica]]:
         raise click.UsageError("give one BUCKET, or the URLs of servers (http://host:8000), not both")
     reader = open_reader("".join(sources))
     # an address that is no bucket is told at once
-    reader.latest()
+    if reader.latest() is None:
+        say(nothing_published(reader))
     return lambda: from_bucket(reader)
 
 

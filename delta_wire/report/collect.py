@@ -15,7 +15,7 @@ from typing import Any
 from delta_wire.bucket import BucketReader
 from delta_wire.describe import summary
 from delta_wire.entropy import floor_bytes
-from delta_wire.errors import DeltaError, FormatError, ObjectNotFoundError
+from delta_wire.errors import DeltaError, FormatError, ObjectNotFoundError, SetupError
 from delta_wire.fleet import from_bucket, now_unix_s
 from delta_wire.manifest import Manifest
 from delta_wire.replay import State, materialise
@@ -96,7 +96,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
     Args:
         path (`Path`): `trainer_state.json` of a trainer's checkpoint, or JSON lines with the same rows.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = _read(path)
     try:
         whole = json.loads(text)
         rows = whole["log_history"] if isinstance(whole, dict) and "log_history" in whole else [whole]
@@ -116,11 +116,18 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 def read_fleet(path: Path) -> list[dict[str, Any]]:
     """Records that `delta-wire watch --json` has written, oldest first."""
-    records = list(_lines(path, path.read_text(encoding="utf-8", errors="replace")))
+    records = list(_lines(path, _read(path)))
     for record in records:
         if not isinstance(record.get("unix_s"), int | float) or not isinstance(record.get("servers"), list):
             raise FormatError(f"{path}: expected the lines of `delta-wire watch --json`, found {record!r:.120}")
     return sorted(records, key=lambda record: record["unix_s"])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise SetupError(f"{path}: cannot read: {error.strerror}; name another file") from error
 
 
 def _lines(path: Path, text: str) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from delta_wire import __version__
 from delta_wire.describe import format_age, format_bytes
+from delta_wire.errors import SetupError
 
 # what a picture shows, for somebody who sees such a run for the first time
 CAPTIONS = {
@@ -77,15 +78,18 @@ def write_page(data: dict[str, Any], pictures: dict[str, Path], path: Path) -> N
             f"{' and the log that was passed' if data['log'] else ''}.</footer>"
         ),
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
+    text = (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width,initial-scale=1'>"
         f"<title>Weight synchronisation of run {escape(data['run'])}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(body)
-        + "\n</body></html>\n",
-        encoding="utf-8",
+        + "\n</body></html>\n"
     )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"{path}: cannot write the page: {error.strerror}; choose another folder") from error
 
 
 def _lead(data: dict[str, Any]) -> str:

@@ -200,6 +200,38 @@ def test_an_interrupt_is_one_word(delta_wire_process, bucket, arguments):
     assert process.returncode == 130 and err.strip() == "interrupted"
 
 
+IMPORT = """
+import os, signal, sys
+
+class Interrupt:
+    # the first module of the command that is looked for
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from delta_wire.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "delta_wire.commands.log", "delta_wire.describe"])
+def test_an_interrupt_while_modules_are_loaded_is_one_word(bucket, module):
+    words = [sys.executable, "-c", IMPORT.format(module=module), "log", str(bucket)]
+    done = subprocess.run(words, cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and done.stderr.strip() == "interrupted"
+
+
+def test_an_error_of_the_system_is_not_blamed_on_standard_output(command, tmp_path, monkeypatch):
+    """A relative address in a folder that somebody has removed."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = command("log", "bucket", "--json")
+    assert result.code == 1 and result.json["error"]["type"] == "FileNotFoundError"
+    assert result.err == f"error: {result.json['error']['message']}\n" and "output" not in result.err
+
+
 def test_following_goes_on_into_a_closed_pipe_quietly(delta_wire_process, bucket, run):
     process = delta_wire_process(
         "log", bucket, "--follow", "--interval", 0.1, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE

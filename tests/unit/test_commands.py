@@ -467,3 +467,22 @@ def test_progress_is_for_terminals_and_goes_away(bucket, tmp_path, terminal):
     assert process.returncode == 0 and out == f"{tmp_path / 'out'}\n"
     assert ("rebuilding version" in err) is terminal
     assert err.rpartition("\r")[2].startswith("version ") and err.endswith("proven\n")
+
+
+@pytest.mark.parametrize("name", ["log", "inspect", "verify", "report"])
+def test_a_folder_beside_a_run_is_told(command, bucket, name):
+    """The folder above the bucket, and one inside it."""
+    for folder in (bucket.parent, bucket / "versions"):
+        result = command(name, folder)
+        assert result.code == (name != "log") and f"{bucket} holds a run" in result.err
+    alone = bucket.parent / "deep" / "alone"
+    alone.mkdir(parents=True)
+    assert "nothing has been published yet" in command(name, alone).err
+    assert "holds a run" not in command(name, alone).err
+
+
+def test_log_without_its_table_is_no_shortened_chain(command, bucket, run):
+    run.store.delete([run.reader().latest().table.key])
+    result = command("log", bucket, "--json")
+    assert result.code == 1 and "tables/" in result.json["error"]["message"]
+    assert "have been removed:" not in result.err

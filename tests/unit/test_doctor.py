@@ -181,6 +181,7 @@ def test_what_is_planted_is_found(healthy, plant, check, found, fix):
 FLAGS = [
     (SERVE.replace("--worker-extension-cls vllm_delta.DeltaWorkerExtension", ""), "add --worker-extension-cls"),
     (SERVE + " --quantization fp8", "without --quantization"),
+    (SERVE + " --worker-extension-cls x", "add --worker-extension-cls"),
     (SERVE + " -q=awq", "without --quantization"),
     (SERVE.replace("bfloat16", "float16"), "--dtype bfloat16"),
     (SERVE + " --load-format dummy", "load the run's checkpoint"),
@@ -194,6 +195,27 @@ FLAGS = [
 def test_flags_of_vllm(healthy, serve, fix):
     (finding,) = healthy.examine(serve=serve)
     assert finding["check"] == "vllm flags" and fix in finding["fix"]
+
+
+def test_quantisation_that_was_run_is_none_to_warn_of(healthy):
+    assert healthy.examine(serve=SERVE + " --quantization fp8_per_channel") == []
+
+
+def test_settings_before_the_command_count(healthy, monkeypatch):
+    """README's line, pasted whole."""
+    monkeypatch.delenv("DELTA_SYNC_BUCKET")
+    assert healthy.examine(serve=f"DELTA_SYNC_BUCKET={healthy.bucket} {SERVE}") == []
+    (finding,) = healthy.examine(serve=f"DELTA_SYNC_BUCKET={healthy.bucket} DELTA_SYNC_POLL_S=often {SERVE}")
+    assert "DELTA_SYNC_POLL_S='often'" in finding["found"]
+
+
+def test_a_servers_settings_are_looked_at_beside_a_bucket_by_name(command, bucket, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DELTA_SYNC_BUCKET", raising=False)
+    monkeypatch.setenv("DELTA_SYNC_CACHE_POLICY", "drop")
+    result = command("doctor", bucket, "--json")
+    found = [finding["found"] for finding in result.json["findings"] if finding["check"] == "server settings"]
+    assert result.code == 1 and "DELTA_SYNC_CACHE_POLICY='drop' is not one of" in found[0]
 
 
 def test_a_package_that_is_too_old(healthy, monkeypatch, tmp_path):

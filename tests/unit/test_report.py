@@ -132,10 +132,16 @@ def test_without_matplotlib_it_says_what_to_install(command, bucket, tmp_path, m
     assert result.code == 1 and "delta-weight-sync[report]" in result.json["error"]["message"]
 
 
-def test_the_folder_cannot_be_made(command, bucket, tmp_path):
+def test_files_that_cannot_be_written_or_read(command, bucket, tmp_path):
     (tmp_path / "file").write_text("")
     result = command("report", bucket, "-o", tmp_path / "file" / "out", "--json")
     assert result.code == 1 and "cannot write the picture" in result.json["error"]["message"]
+    # a file whose first byte nobody can read
+    result = command("report", bucket, "-o", tmp_path / "out", "--logs", "/proc/self/mem", "--json")
+    assert result.code == 1 and "/proc/self/mem: cannot read" in result.json["error"]["message"]
+    (tmp_path / "taken" / "index.html").mkdir(parents=True)
+    result = command("report", bucket, "-o", tmp_path / "taken", "--json")
+    assert result.code == 1 and "index.html: cannot write the page" in result.json["error"]["message"]
 
 
 @pytest.mark.parametrize(
