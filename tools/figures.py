@@ -233,7 +233,7 @@ def documents() -> dict[Path, str]:
 
 def draw() -> None:
     """All pictures."""
-    from delta_wire.report.plots import COLOURS, draw_report, new_figure, save
+    from delta_wire.report.plots import COLOURS, WIDTH_IN, draw_report, new_figure, save
 
     draw_report(read("report_smollm2"), FIGURES)
 
@@ -243,7 +243,7 @@ def draw() -> None:
         "gap_xor_planes_zstd1": "gaps, XOR, zstd",
     }
     entries = coded["encodings"] | coded["others"]
-    figure = new_figure(7.5, 3.2)
+    figure = new_figure(WIDTH_IN, 3.6)
     axes = figure.add_subplot()
     values = {label: entries[name]["bytes_per_changed"] for name, label in names.items()}
     bars = axes.barh(
@@ -257,11 +257,11 @@ def draw() -> None:
     axes.set(title="What a changed weight costs on the wire", xlabel="bytes per changed weight", ylabel="coded as")
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=10)
     save(figure, FIGURES / "encodings.png")
 
     pause = read("pause")
-    figure = new_figure(7.5, 2.4)
+    figure = new_figure(WIDTH_IN, 2.4)
     axes = figure.add_subplot()
     values = {
         "this project": pause["commit_ms"],

@@ -37,16 +37,21 @@ _MISSING = {
     "density": "Density and payload: the run has no version after its first yet.",
 }
 _ROWS = 30
+# the pictures stay on white paper where the page is dark
 _STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;color:#1f2933;background:#fff;margin:2rem auto;max-width:62rem;padding:0 1rem}
+:root{color-scheme:light dark;--ink:#1f2933;--soft:#52606d;--line:#d9dee4;--paper:#fff}
+@media(prefers-color-scheme:dark){:root{--ink:#e4e7eb;--soft:#a3afbb;--line:#3e4c59;--paper:#1b2127}}
+body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);margin:2rem auto;max-width:48rem;
+padding:0 1rem}
 h1{font-size:1.6rem;margin:0 0 .3rem}h2{font-size:1.15rem;margin:2rem 0 .4rem}
 .lead{font-size:1.05rem}.cards{display:flex;flex-wrap:wrap;gap:.8rem;margin:1.2rem 0}
-.card{flex:1 1 7.5rem;border:1px solid #d9dee4;border-radius:.5rem;padding:.6rem .9rem}
-.card b{display:block;font-size:1.35rem}.card span{color:#52606d;font-size:.85rem}
-figure{margin:1.6rem 0}figure img{max-width:100%;height:auto;border:1px solid #eceff2}
-figcaption,.note,footer{color:#52606d;font-size:.9rem;max-width:48rem}
+.card{flex:1 1 7.5rem;border:1px solid var(--line);border-radius:.5rem;padding:.6rem .9rem}
+.card b{display:block;font-size:1.35rem}.card span{color:var(--soft);font-size:.85rem}
+figure{margin:1.6rem 0}
+figure img{width:100%;height:auto;background:#fff;border:1px solid var(--line);border-radius:.3rem}
+figcaption,.note,footer{color:var(--soft);font-size:.9rem;max-width:48rem}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.88rem;width:100%}
-th,td{text-align:left;padding:.25rem .7rem .25rem 0;border-bottom:1px solid #eceff2;white-space:nowrap}
+th,td{text-align:left;padding:.25rem .7rem .25rem 0;border-bottom:1px solid var(--line);white-space:nowrap}
 td.wrap{white-space:normal}dt{font-weight:600;margin-top:.5rem}dd{margin:0 0 0 1rem}code{font-size:.9em}
 footer{margin-top:2.5rem}
 """
@@ -139,7 +144,7 @@ def _cards(data: dict[str, Any]) -> str:
 def _figure(name: str, picture: Path) -> str:
     image = base64.b64encode(picture.read_bytes()).decode()
     return (
-        f"<figure><img alt='{escape(name)}' src='data:image/png;base64,{image}'>"
+        f"<figure id='{escape(name)}'><img alt='{escape(CAPTIONS[name])}' src='data:image/png;base64,{image}'>"
         f"<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
     )
 

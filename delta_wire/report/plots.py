@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 INK, GRID = "#1f2933", "#d9dee4"
 # told apart by people who do not see all colours, too
 COLOURS = ("#0b6e99", "#d9730d", "#4d8b31", "#9b3d8f", "#5f5fc4", "#6c757d", "#c0392b")
-_DPI = 130
+_DPI = 140
+# narrow, with large letters: legible on a phone and at half the width of a page
+WIDTH_IN = 7.0
 # a legend of more would hide the picture
 _MAX_SERVERS = 12
 _NAME_CHARS = 26
-_LEGEND_COLUMNS = 3
+# columns of a legend: of servers, and of names that this project gives
+_SERVER_COLUMNS, _WORD_COLUMNS = 2, 4
 # an axis over less than this ratio has at most two powers of ten
 _FEW_TICKS = 100.0
 
@@ -40,8 +43,8 @@ def new_figure(width_in: float, height_in: float) -> Figure:
         ) from error
     rcParams.update(
         {
-            "font.size": 10,
-            "axes.titlesize": 11,
+            "font.size": 12,
+            "axes.titlesize": 13,
             "axes.titlelocation": "left",
             "axes.edgecolor": INK,
             "axes.labelcolor": INK,
@@ -85,7 +88,7 @@ def draw_report(data: dict[str, Any], folder: Path) -> dict[str, Path]:
 def _density(data: dict[str, Any]) -> Figure | None:
     if not data["versions"]:
         return None
-    figure = new_figure(7.5, 3.4)
+    figure = new_figure(WIDTH_IN, 3.6)
     axes = figure.add_subplot()
     x, label = _axis(data)
     axes.plot(x, [100 * version["changed_frac"] for version in data["versions"]], "o-", color=COLOURS[0], ms=4)
@@ -98,7 +101,7 @@ def _groups(data: dict[str, Any]) -> Figure | None:
     versions = [version for version in data["versions"] if version.get("groups")]
     if not versions:
         return None
-    figure = new_figure(7.5, 3.6)
+    figure = new_figure(WIDTH_IN, 4.2)
     axes = figure.add_subplot()
     x, label = _axis(data, versions)
     for number, group in enumerate(data["groups"]):
@@ -110,14 +113,14 @@ def _groups(data: dict[str, Any]) -> Figure | None:
     axes.set_yscale("log")
     _plain_log(axes)
     _finish(axes, "Which parts of the model change", label, "changed weights of the part (%)")
-    _legend_beside(axes)
+    _legend_under(figure, axes, _WORD_COLUMNS)
     return figure
 
 
 def _payload(data: dict[str, Any]) -> Figure | None:
     if not data["versions"]:
         return None
-    figure = new_figure(7.5, 3.6)
+    figure = new_figure(WIDTH_IN, 4.2)
     axes = figure.add_subplot()
     x, label = _axis(data)
     axes.plot(x, [v["full_bytes"] for v in data["versions"]], "-", color=COLOURS[1], lw=2, label="all weights (bf16)")
@@ -131,7 +134,7 @@ def _payload(data: dict[str, Any]) -> Figure | None:
     axes.set_yscale("log")
     _plain_log(axes, lambda value: format_bytes(round(value)))
     _finish(axes, "What travels", label, "bytes per version (log)")
-    _legend_beside(axes)
+    _legend_under(figure, axes, _WORD_COLUMNS)
     return figure
 
 
@@ -148,13 +151,10 @@ def _latency(data: dict[str, Any]) -> Figure | None:
     num_servers = max((len(values) for values, _, _ in shown), default=0)
     # where only one version is known of each server, names stand beside bars and need the width
     as_bars = all(len(points) == 1 for values, _, _ in shown for points in values.values())
-    if as_bars:
-        height_in = 2.4 * bool(published) + len(shown) * (0.9 + 0.25 * max(num_servers, 3))
-        figure = new_figure(7.5, height_in)
-        panels = [figure.add_subplot(num_panels, 1, i + 1) for i in range(num_panels)]
-    else:
-        figure = new_figure(1 + 2.5 * num_panels, 3.1 + _legend_in(num_servers))
-        panels = [figure.add_subplot(1, num_panels, i + 1) for i in range(num_panels)]
+    height_in = 1.0 + 0.3 * max(num_servers, 3) if as_bars else 2.6
+    below_in = 0.0 if as_bars else _legend_in(num_servers)
+    figure = new_figure(WIDTH_IN, 2.6 * bool(published) + len(shown) * height_in + below_in)
+    panels = [figure.add_subplot(num_panels, 1, i + 1) for i in range(num_panels)]
     if published:
         axes = panels.pop(0)
         axes.plot(*zip(*published, strict=True), "o-", color=COLOURS[0], ms=4)
@@ -206,13 +206,13 @@ def _lag(data: dict[str, Any]) -> Figure | None:
     if not shown:
         return None
     if len(records) == 1:
-        figure = new_figure(7.5, 1.4 + 0.25 * max(len(shown), 3))
+        figure = new_figure(WIDTH_IN, 1.5 + 0.3 * max(len(shown), 3))
         axes = figure.add_subplot()
         _bars(axes, {server: points[0][1] for server, points in shown.items()})
         _finish(axes, "How far servers are behind now", "versions behind the newest", "server")
         _whole_numbers(axes.xaxis)
         return figure
-    figure = new_figure(7.5, 3.3 + _legend_in(len(shown)))
+    figure = new_figure(WIDTH_IN, 3.6 + _legend_in(len(shown)))
     axes = figure.add_subplot()
     _lines(axes, shown, lw=1.5, drawstyle="steps-post")
     _finish(axes, "How far servers are behind", "seconds since the first record", "versions behind the newest")
@@ -226,7 +226,7 @@ def _reward(data: dict[str, Any]) -> Figure | None:
     points = [(row["step"], row["reward"]) for row in data["log"] if "reward" in row]
     if not points:
         return None
-    figure = new_figure(7.5, 3.2)
+    figure = new_figure(WIDTH_IN, 3.4)
     axes = figure.add_subplot()
     axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[3], ms=4)
     _finish(axes, "Reward", "optimizer step", "mean reward")
@@ -314,20 +314,16 @@ def _plain_log(axes: Axes, text: Callable[[float], str] = "{:g}".format) -> None
     axes.yaxis.set_minor_formatter(minor)
 
 
-def _legend_beside(axes: Axes) -> None:
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
-
-
-def _legend_under(figure: Figure, axes: Axes) -> None:
-    """One legend for all panels, where there is more than one server."""
+def _legend_under(figure: Figure, axes: Axes, columns: int = _SERVER_COLUMNS) -> None:
+    """One legend for all panels, where there is more than one line."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        figure.legend(handles, labels, loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8)
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=10)
 
 
 def _legend_in(num_servers: int) -> float:
     """Inches that such a legend takes."""
-    return 0.18 * -(-num_servers // _LEGEND_COLUMNS) if num_servers > 1 else 0.0
+    return 0.22 * -(-num_servers // _SERVER_COLUMNS) if num_servers > 1 else 0.0
 
 
 def _short(servers: Iterable[str]) -> dict[str, str]:
