@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from second_signature import manifest_is_signed
+
 State = dict[str, list[int]]
 Table = dict[str, list[int]]  # name -> shape, in the order of the names
 Changes = dict[str, dict[int, int]]  # name -> flat index -> new bits
@@ -399,32 +401,52 @@ def fetch(bucket: Path, ref: Any) -> bytes:
     return raw
 
 
-def fetch_manifest(bucket: Path, seq: int, ref: Any) -> dict[str, Any]:
+def fetch_manifest(bucket: Path, seq: int, ref: Any, keys: tuple[bytes, ...]) -> dict[str, Any]:
     need(ref["key"] == f"versions/{seq:012d}.json", "key of a manifest")
-    manifest = parse(fetch(bucket, ref))
+    raw = fetch(bucket, ref)
+    need(len(raw) <= 4 * 2**20, "size of a manifest")
+    manifest = parse(raw)
+    need(not keys or manifest_is_signed(raw, manifest.get("signature"), keys), "signature of a manifest")
     need(integer(manifest["format"], 1, M64) == 1, "this reader knows format 1 only: upgrade it")
     need(manifest["version"]["seq"] == seq, "number of a manifest")
     need(manifest["table"]["key"] == f"tables/{manifest['table']['sha256']}.json", "key of the table")
     need(manifest["delta"] or manifest["anchor"], "neither delta nor anchor")
+    if manifest["delta"]:
+        same = manifest["digest"] == manifest["parent"]["digest"]
+        need((manifest["changed_params"] == 0) == same, "changed_params and digest of a manifest")
+    if manifest.get("adapter") is not None:
+        check_adapter(manifest["adapter"])
     return manifest
 
 
+def check_adapter(adapter: dict[str, Any]) -> None:
+    need(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", adapter["name"]), "name of an adapter")
+    integer(adapter["rank"], 1, 65_536)
+    need(re.fullmatch(r"[0-9a-f]{32}", adapter["base"]["digest"]), "digest of an adapter's base")
+    need(adapter["base"]["reference"] is None or isinstance(adapter["base"]["reference"], str), "reference")
+
+
 def load_checkpoint(folder: Path) -> State:
+    """A model's files, or those of an adapter (section 8.1)."""
+    adapter = folder / "adapter_model.safetensors"
     index = folder / "model.safetensors.index.json"
     files = set(parse(index.read_bytes())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    if adapter.exists():
+        files = {adapter.name}
     state: State = {}
     for file in map(Safetensors, (folder.joinpath(name).read_bytes() for name in sorted(files))):
         state |= {name: file.numbers(name, ("BF16",), None) for name in file.entries}
     return state
 
 
-def replay(bucket: Path, anchor: Path) -> Iterator[tuple[dict[str, Any], State]]:
-    """Yields manifest and state of every version from the checkpoint's to the newest one."""
+def replay(bucket: Path, anchor: Path, keys: tuple[bytes, ...] = ()) -> Iterator[tuple[dict[str, Any], State]]:
+    """Yields manifest and state of every version from the checkpoint's to the newest one; with public keys (32 bytes
+    each) only those are read that one of them has signed."""
     state = load_checkpoint(anchor)
     digest = digest_state(state)
     pointer = parse((bucket / "LATEST").read_bytes())
     need(integer(pointer["format"], 1, M64) == 1, "this reader knows format 1 only: upgrade it")
-    chain = [fetch_manifest(bucket, pointer["version"]["seq"], pointer["manifest"])]
+    chain = [fetch_manifest(bucket, pointer["version"]["seq"], pointer["manifest"], keys)]
     need(chain[0]["version"] == pointer["version"], "version of the pointer")
     while chain[-1]["digest"] != str(digest):
         child, parent = chain[-1], chain[-1]["parent"]
@@ -433,10 +455,11 @@ def replay(bucket: Path, anchor: Path) -> Iterator[tuple[dict[str, Any], State]]
         key = f"versions/{parent['seq']:012d}.json"
         size_bytes = (bucket / key).stat().st_size
         ref = {"key": key, "size_bytes": size_bytes, "sha256": parent["manifest_sha256"]}
-        chain.append(fetch_manifest(bucket, parent["seq"], ref))
+        chain.append(fetch_manifest(bucket, parent["seq"], ref, keys))
         need(chain[-1]["version"]["run"] == child["version"]["run"], "run of the parent")
         need(chain[-1]["version"]["epoch"] == parent["epoch"] and chain[-1]["digest"] == parent["digest"], "parent")
         need(chain[-1]["table"] == child["table"], "table of the parent")
+        need(chain[-1].get("adapter") == child.get("adapter"), "adapter of the parent")
     table = parse_table(fetch(bucket, chain[0]["table"]))
     need({name: math.prod(shape) for name, shape in table.items()} == {n: len(b) for n, b in state.items()}, "tensors")
     need(all(m["num_params"] == sum(map(len, state.values())) for m in chain), "num_params")

@@ -14,10 +14,14 @@ import second_reader
 from safetensors import safe_open
 
 from delta_wire import encodings
-from delta_wire.bucket import BucketReader
+from delta_wire.adapter import Adapter
+from delta_wire.bucket import BucketReader, BucketWriter
+from delta_wire.checkpoint import ADAPTER_CONFIG, ADAPTER_FILE, Checkpoint
+from delta_wire.container import write_tensors
+from delta_wire.digest import digest_tensor
 from delta_wire.encodings import blob
 from delta_wire.replay import materialise
-from delta_wire.state import Delta, TensorDelta, TensorSpec, TensorTable, resolve
+from delta_wire.state import Delta, TensorDelta, TensorSpec, TensorTable, change_of_digest, resolve
 from delta_wire.stores import open_store
 
 ROOT = Path(__file__).parents[2]
@@ -174,6 +178,37 @@ def test_the_second_reader_refuses_damage(bucket: str, damage, complaint: str, t
     damage(tmp_path)
     with pytest.raises(second_reader.Refused, match=complaint):
         list(second_reader.replay(tmp_path, anchor_of(tmp_path)))
+
+
+def test_the_second_reader_reads_adapters(tmp_path: Path):
+    """Section 8.1: a folder as PEFT's for an anchor, and one field more in every manifest."""
+    rng = np.random.default_rng(0)
+    bits = {f"base_model.model.q.lora_{factor}.weight": weights(rng, 64).reshape(4, 16) for factor in "AB"}
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    write_tensors(folder / ADAPTER_FILE, {name: ("BF16", array.shape, array) for name, array in bits.items()}, {})
+    (folder / ADAPTER_CONFIG).write_text("{}")
+    checkpoint = Checkpoint(folder)
+    table, digest = checkpoint.table(), checkpoint.digest()
+    writer = BucketWriter.start(
+        open_store(tmp_path / "bucket", create=True),
+        table=table,
+        digest=digest,
+        reference=None,
+        anchor_dir=folder,
+        adapter=Adapter("policy", 4, digest_tensor("base", bits["base_model.model.q.lora_A.weight"]), "me/base@1"),
+    )
+    delta: Delta = {}
+    for name, array in bits.items():
+        after = change(rng, array.reshape(-1), 0.3, "ulp")
+        (indices,) = np.nonzero(after != array.reshape(-1))
+        delta[name] = TensorDelta(name, indices.astype(np.int32), after[indices], array.reshape(-1)[indices])
+        bits[name] = after
+    digest = digest + change_of_digest(delta)
+    writer.publish(delta, digest=digest, step=1)
+    (_, (manifest, state)) = second_reader.replay(tmp_path / "bucket", anchor_of(tmp_path / "bucket"))
+    assert manifest["adapter"]["name"] == "policy" and str(second_reader.digest_state(state)) == str(digest)
+    assert sha256_of(state) == sha256_of(bits)
 
 
 def weights(rng: np.random.Generator, size: int) -> np.ndarray:
