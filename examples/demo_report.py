@@ -73,6 +73,8 @@ class LiveLines(TrainerCallback):
         self._thread = threading.Thread(target=self._print_rows, name="demo-lines", daemon=True)
 
     def on_train_begin(self, args, state, control, **kwargs):
+        say("one line a step. Training does not wait: what is 'not published' goes with a later step's version.")
+        say("staleness: optimizer steps between the weights that generated the samples and those that learn from them")
         say("step  reward  changed     delta / full weights   published  served  staleness  pause")
         self._thread.start()
 

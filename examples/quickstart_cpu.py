@@ -124,7 +124,9 @@ def train_and_compare(arguments, model: Path, bucket: str, run_dir: Path, server
     summary = summarise(lines, status, unequal, time.monotonic() - began_s, run_dir)
     problem = problem_of(session, summary, bucket, server)
     say(f"demo FAILED: {problem}" if problem else f"demo passed; summary in {run_dir / 'summary.json'}")
-    say(f"look at it: delta-wire report {bucket} --logs {run_dir / 'log.jsonl'} --fleet {run_dir / 'fleet.jsonl'}")
+    # in this environment, which need not be the shell's
+    command = Path(sys.executable).with_name("delta-wire")
+    say(f"look at it: {command} report {bucket} --logs {run_dir / 'log.jsonl'} --fleet {run_dir / 'fleet.jsonl'}")
     return 1 if problem else 0
 
 
