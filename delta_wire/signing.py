@@ -173,6 +173,7 @@ def _ed25519() -> Any:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
         raise SetupError(
-            "signed manifests need the package cryptography; pip install 'delta-weight-sync[signing]'"
+            "signed manifests need the package cryptography; pip install '.[signing]' in a checkout of "
+            "delta-weight-sync"
         ) from error
     return ed25519

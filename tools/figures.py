@@ -171,8 +171,9 @@ def swaps() -> str:
         + f"\n\nUnder constant load a version every second costs {serving['loss_frac']:.1%} of the tokens; the 99th "
         f"percentile of the delay between two tokens goes from {serving['p99_itl_ms_off']:.0f} to "
         f"{serving['p99_itl_ms_on']:.0f} ms,\nthe longest of all from {serving['max_itl_ms_off']:.0f} to "
-        f"{serving['max_itl_ms_on']:.0f} ms ({serving['versions']} versions). Verifying all live weights without a break "
-        f"costs\n{serving['loss_verify_frac']:.0%} of the tokens ({serving['verify_s']:.1f} s each time)."
+        f"{serving['max_itl_ms_on']:.0f} ms ({serving['versions']} versions). Verifying all live weights "
+        f"without a break costs\n{serving['loss_verify_frac']:.0%} of the tokens "
+        f"({serving['verify_s']:.1f} s each time)."
     )
 
 

@@ -40,7 +40,7 @@ def report(
 
     Density per step and per part of the model, bytes against the whole model and against the entropy floor, latency,
     and how far each server is behind; with --logs the reward and the trainer's own times, with --fleet all of that
-    over time. Drawing needs the extra: pip install 'delta-weight-sync[report]'.
+    over time. Drawing needs the extra `report`.
 
     \b
     Example: delta-wire report runs/demo/bucket --logs runs/demo/log.jsonl --fleet runs/demo/fleet.jsonl

@@ -39,7 +39,8 @@ def new_figure(width_in: float, height_in: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SetupError(
-            "drawing needs matplotlib, which is not installed: pip install 'delta-weight-sync[report]'"
+            "drawing needs matplotlib, which is not installed: pip install '.[report]' in a checkout of "
+            "delta-weight-sync"
         ) from error
     rcParams.update(
         {

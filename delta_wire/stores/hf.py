@@ -57,7 +57,7 @@ class HubStore:
         if importlib.util.find_spec("huggingface_hub") is None or importlib.util.find_spec("hf_xet") is None:
             raise SetupError(
                 f"hf://buckets/{bucket}: buckets of this kind need the packages huggingface_hub and hf-xet; install "
-                "this package with its extra: pip install 'delta-weight-sync[hf]'"
+                "this package with its extra: pip install '.[hf]' in a checkout of delta-weight-sync"
             )
         self.url = f"hf://buckets/{bucket}" + (f"/{prefix}" if prefix else "")
         self.patience = Patience()

@@ -80,7 +80,7 @@ class ObjectStore:
         if importlib.util.find_spec("obstore") is None:
             raise SetupError(
                 f"{scheme}://{bucket}: buckets of this kind need the package obstore, which is not installed; "
-                "install this package with its extra: pip install 'delta-weight-sync[s3]'"
+                "install this package with its extra: pip install '.[s3]' in a checkout of delta-weight-sync"
             )
         self.url = f"{scheme}://{bucket}" + (f"/{prefix}" if prefix else "")
         self.create_only = True

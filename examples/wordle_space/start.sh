@@ -13,5 +13,6 @@ serve=(
     --logprobs-mode processed_logprobs
     "$@"
 )
-delta-wire doctor "$DELTA_SYNC_BUCKET" --serve "${serve[*]}"
+# a server may have no right to write, or below acks/ only
+delta-wire doctor "$DELTA_SYNC_BUCKET" --read-only --serve "$(printf '%q ' "${serve[@]}")"
 exec "${serve[@]}"

@@ -2,6 +2,7 @@
 """What the documents say holds: commands run, links lead somewhere, names and numbers are those of the code."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -128,11 +129,13 @@ def test_the_container_starts_a_server_that_doctor_approves(tmp_path):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL": "some/model", "DELTA_SYNC_BUCKET": "s3://bucket/run"}
-    start = ["bash", str(folder / "start.sh"), "--max-model-len", "512"]
+    start = ["bash", str(folder / "start.sh"), "--max-model-len", "512", "--chat-template", "two words"]
     checked, served = subprocess.run(start, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert checked == f"delta-wire doctor s3://bucket/run --serve {served}"
+    before, _, command = checked.partition(" --serve ")
+    assert before == "delta-wire doctor s3://bucket/run --read-only"
+    assert " ".join(shlex.split(command)) == served and shlex.split(command)[-1] == "two words"
     assert served.startswith("vllm serve some/model --host 0.0.0.0 --port 7860")
-    assert served.endswith("--max-model-len 512") and "vllm_delta.DeltaWorkerExtension" in served
+    assert "--max-model-len 512" in served and "vllm_delta.DeltaWorkerExtension" in served
     del env["DELTA_SYNC_BUCKET"]
     failed = subprocess.run(start, env=env, capture_output=True, text=True)
     assert failed.returncode != 0 and "DELTA_SYNC_BUCKET" in failed.stderr

@@ -134,7 +134,7 @@ def test_a_trainers_state_is_a_log(command, bucket, tmp_path):
 def test_without_matplotlib_it_says_what_to_install(command, bucket, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = command("report", bucket, "-o", tmp_path / "out", "--json")
-    assert result.code == 1 and "delta-weight-sync[report]" in result.json["error"]["message"]
+    assert result.code == 1 and "pip install '.[report]'" in result.json["error"]["message"]
 
 
 def test_files_that_cannot_be_written_or_read(command, bucket, tmp_path):
