@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,9 +43,14 @@ def main() -> None:
     table = json.loads(fetch(arguments.bucket, manifest["table"]))
     changes: Changes = {}
     for ref in manifest["delta"]["objects"]:
-        changes |= read_delta(
-            arguments.bucket / ref["key"], fetch(arguments.bucket, ref), encoding, list(table), table
-        )
+        part = read_delta(arguments.bucket / ref["key"], fetch(arguments.bucket, ref), encoding, list(table), table)
+        for name, (indices, values) in part.items():
+            if name in changes:
+                # what several processes trained is written in several parts, which share no element
+                indices = np.concatenate([changes[name][0], indices])
+                values = np.concatenate([changes[name][1], values])
+            order = np.argsort(indices)
+            changes[name] = indices[order], values[order]
     size_bytes = sum(ref["size_bytes"] for ref in manifest["delta"]["objects"])
     print(f"changed  {manifest['changed_params']:,} of {manifest['num_params']:,} weights")
     print(f"sent     {size_bytes:,} bytes, coded as {encoding}")
@@ -57,15 +63,21 @@ def main() -> None:
 
 def read_manifest(bucket: Path, seq: int | None) -> dict:
     """The pointer names the newest manifest and its hash; the others have a parent's number."""
-    pointer = json.loads((bucket / "LATEST").read_bytes())
+    pointer = json.loads(read_object(bucket, "LATEST"))
     if seq is None:
         return json.loads(fetch(bucket, pointer["manifest"]))
-    return json.loads((bucket / f"versions/{seq:012d}.json").read_bytes())
+    return json.loads(read_object(bucket, f"versions/{seq:012d}.json"))
+
+
+def read_object(bucket: Path, key: str) -> bytes:
+    if not (bucket / key).is_file():
+        sys.exit(f"{bucket / key}: there is no such object; give the folder of a bucket, and a version that is in it")
+    return (bucket / key).read_bytes()
 
 
 def fetch(bucket: Path, ref: dict) -> bytes:
     """An object, which is what its manifest says, or nothing."""
-    raw = (bucket / ref["key"]).read_bytes()
+    raw = read_object(bucket, ref["key"])
     if hashlib.sha256(raw).hexdigest() != ref["sha256"]:
         sys.exit(f"{ref['key']}: the hash is not that of its manifest")
     return raw
@@ -215,4 +227,6 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 if __name__ == "__main__":
+    # `| head` ends it quietly
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from delta_wire.bucket import BucketReader
 from delta_wire.replay import checkout
+from delta_wire.stores import open_store
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "read_a_delta.py"
 
@@ -17,6 +19,11 @@ def read(*arguments):
     return subprocess.run(
         [sys.executable, str(SCRIPT), *map(str, arguments)], cwd="/", capture_output=True, text=True, timeout=120
     )
+
+
+def checkout_of(bucket, seq, folder):
+    reader = BucketReader(open_store(bucket))
+    return checkout(reader, reader.manifest(seq), folder)
 
 
 @pytest.mark.parametrize("encoding", ["plain", "packed"])
@@ -44,6 +51,24 @@ def test_it_refuses_what_is_damaged(run):
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     done = read(run.store.root)
     assert done.returncode == 1 and "the hash is not that of its manifest" in done.stderr
+
+
+def test_it_joins_the_parts_of_a_version(tmp_path):
+    """Tensors of which several objects list elements."""
+    bucket = SCRIPT.parents[1] / "tests" / "golden" / "mixed"
+    for seq in (1, 2):
+        done = read(bucket, "--version", seq, "--old", checkout_of(bucket, seq - 1, tmp_path / f"old-{seq}"))
+        assert "proven" in done.stdout, done.stdout + done.stderr
+
+
+def test_what_is_not_there_is_named(run, tmp_path):
+    done = read(tmp_path / "nowhere")
+    assert done.returncode == 1 and done.stderr.startswith(
+        f"{tmp_path / 'nowhere' / 'LATEST'}: there is no such object"
+    )
+    run.publish()
+    done = read(run.store.root, "--version", 99)
+    assert done.returncode == 1 and "000000000099.json: there is no such object" in done.stderr
 
 
 def test_it_imports_nothing_of_the_project():
