@@ -8,12 +8,16 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from delta_wire.bucket import BucketReader
 from delta_wire.doctor import Context, Finding, ok, problem, warning
 from delta_wire.errors import DeltaError
+from delta_wire.stores import open_store
 from vllm_delta.settings import BUCKET, Settings
 
 EXTENSION = "vllm_delta.DeltaWorkerExtension"
 PLUGIN = "vllm_delta"
+# of vLLM, where --max-lora-rank is not given
+_DEFAULT_RANK = "16"
 # docs/COMPATIBILITY.md
 _QUANTISED_AND_RUN = ("fp8_per_channel",)
 
@@ -126,6 +130,29 @@ def _wrong_flags(given: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
+def adapter(context: Context) -> Iterator[Finding]:
+    """A run of adapters needs a server that has room for one."""
+    if not context.serve or not context.bucket:
+        return
+    try:
+        latest = BucketReader(open_store(context.bucket)).latest()
+    except DeltaError:
+        # the check of the bucket tells what is wrong with it
+        return
+    if latest is None or latest.adapter is None:
+        return
+    given, run = _parse(context.serve), latest.adapter
+    rank = given.get("max-lora-rank", _DEFAULT_RANK)
+    if "enable-lora" not in given:
+        found = f"the run is an adapter of rank {run.rank}, and --enable-lora is not given"
+    elif rank.isdecimal() and int(rank) < run.rank:
+        found = f"the run is an adapter of rank {run.rank}, and --max-lora-rank is {rank}"
+    else:
+        yield ok("adapter", f"{run.name}, rank {run.rank}")
+        return
+    yield problem("adapter", found, f"serve with --enable-lora --max-lora-rank {run.rank} or more")
+
+
 def _checkpoint(words: tuple[str, ...]) -> Iterator[Finding]:
     """A folder that is served must hold bf16 weights that are not quantised."""
     for word in words:
@@ -160,4 +187,4 @@ def _parse(words: tuple[str, ...]) -> dict[str, str]:
     return given
 
 
-CHECKS = (settings, plugin, flags)
+CHECKS = (settings, plugin, flags, adapter)

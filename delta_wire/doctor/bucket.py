@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import islice, takewhile
 from pathlib import Path
 
+from delta_wire.adapter import Adapter
 from delta_wire.bucket import BucketReader
 from delta_wire.checkpoint import Checkpoint, resolve_reference
 from delta_wire.doctor import Context, Finding, ok, problem, warning
@@ -172,6 +173,9 @@ def _run(reader: BucketReader, latest: Manifest) -> Iterator[Finding]:
 
 def _base(context: Context, reader: BucketReader, latest: Manifest) -> Iterator[Finding]:
     """The checkpoint that the run goes back to must be here, too, and be the same model."""
+    if latest.adapter is not None:
+        yield from _base_of_adapter(context, latest.adapter)
+        return
     try:
         restart = reader.restart_point(latest)
     except DeltaError:
@@ -190,6 +194,27 @@ def _base(context: Context, reader: BucketReader, latest: Manifest) -> Iterator[
         )
         return
     yield ok("base", f"{path} has the tensors of the run")
+
+
+def _base_of_adapter(context: Context, adapter: Adapter) -> Iterator[Finding]:
+    """The model below an adapter is known by its digest."""
+    if context.model is None:
+        yield ok("base", f"{adapter.base_reference}, digest {adapter.base_digest}; a server compares it at its start")
+        return
+    try:
+        digest = Checkpoint(context.model).digest()
+    except DeltaError as error:
+        yield problem("base", str(error), "put the checkpoint there that the adapter was trained on")
+        return
+    if digest != adapter.base_digest:
+        yield problem(
+            "base",
+            f"{context.model} has digest {digest}, the adapter was trained on {adapter.base_digest} "
+            f"({adapter.base_reference})",
+            "serve the model that the adapter was trained on",
+        )
+    else:
+        yield ok("base", f"{context.model} is what the adapter was trained on")
 
 
 def _servers(reader: BucketReader) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import shutil
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from delta_wire.checkpoint import Checkpoint
@@ -216,6 +217,36 @@ def test_a_servers_settings_are_looked_at_beside_a_bucket_by_name(command, bucke
     result = command("doctor", bucket, "--json")
     found = [finding["found"] for finding in result.json["findings"] if finding["check"] == "server settings"]
     assert result.code == 1 and "DELTA_SYNC_CACHE_POLICY='drop' is not one of" in found[0]
+
+
+def test_a_run_of_adapters(healthy, base, tmp_path, monkeypatch):
+    from delta_wire.adapter import Adapter
+    from delta_wire.bucket import BucketWriter
+    from delta_wire.container import write_tensors
+    from delta_wire.stores import open_store
+
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    write_tensors(adapter / "adapter_model.safetensors", {"lora_A": ("BF16", (32, 4), np.zeros((32, 4), "u2"))}, {})
+    (adapter / "adapter_config.json").write_text("{}")
+    bucket, checkpoint = tmp_path / "adapters", Checkpoint(adapter)
+    BucketWriter.start(
+        open_store(bucket, create=True),
+        table=checkpoint.table(),
+        digest=checkpoint.digest(),
+        reference=None,
+        anchor_dir=adapter,
+        adapter=Adapter("policy", 32, Checkpoint(base).digest(), "me/base@1"),
+    )
+    monkeypatch.setenv("DELTA_SYNC_BUCKET", str(bucket))
+    right = SERVE + " --enable-lora --max-lora-rank 32"
+    assert healthy.examine("--model", base, serve=right) == [] == healthy.examine(serve=right)
+    for serve, found in ((SERVE, "--enable-lora is not given"), (SERVE + " --enable-lora", "--max-lora-rank is 16")):
+        (finding,) = healthy.examine(serve=serve)
+        assert finding["check"] == "adapter" and found in finding["found"]
+        assert "--max-lora-rank 32" in finding["fix"]
+    (finding,) = healthy.examine("--model", adapter, serve=right)
+    assert finding["check"] == "base" and "me/base@1" in finding["found"]
 
 
 def test_a_package_that_is_too_old(healthy, monkeypatch, tmp_path):
