@@ -100,8 +100,8 @@ def _inspect_version(
         return
     click.echo(f"version   {version['version']}, step {version['step']}")
     click.echo(f"digest    {version['digest']}")
-    click.echo(f"parent    {version['parent']}")
-    click.echo(f"anchor    {version['anchor']}")
+    click.echo(f"parent    {version['parent'] or '-'}")
+    click.echo(f"anchor    {version['anchor'] or '-'}")
     size = format_bytes(version["delta_bytes"])
     click.echo(f"changed   {version['changed_params']:,} ({version['changed_frac']:.4%}), {size}")
     if version["encoding"]:

@@ -113,7 +113,7 @@ def _groups(data: dict[str, Any]) -> Figure | None:
             axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[number % len(COLOURS)], ms=3, label=group)
     axes.set_yscale("log")
     _plain_log(axes)
-    _finish(axes, "Which parts of the model change", label, "changed weights of the part (%)")
+    _finish(axes, "Which parts of the model change", label, "changed weights of the part (%, log)")
     _legend_under(figure, axes, _WORD_COLUMNS)
     return figure
 
@@ -261,7 +261,12 @@ def draw_version(version: dict[str, Any], path: Path) -> None:
     left.bar(range(1, len(shares) + 1), shares, color=COLOURS[0], width=1.0)
     left.set_yscale("log")
     _plain_log(left)
-    _finish(left, f"Version {version['seq']}: tensors by changed share", "tensor, most changed first", "changed (%)")
+    _finish(
+        left,
+        f"Version {version['seq']}: tensors by changed share",
+        "tensor, most changed first",
+        "changed weights (%, log)",
+    )
     known: list[dict[str, int]] = [tensor["steps"] for tensor in tensors if tensor["steps"]]
     total = sum(sum(steps.values()) for steps in known)
     counts = [100 * sum(steps[label] for steps in known) / max(1, total) for label in LABELS]
