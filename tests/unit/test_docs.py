@@ -76,6 +76,11 @@ def test_links_lead_somewhere(path):
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
     missing = [target for target in targets if "://" not in target and not (path.parent / target).resolve().exists()]
     assert not missing
+    for target, section in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", path.read_text()):
+        if "://" not in target:
+            headings = re.findall(r"^#+ (.*)$", (path.parent / target if target else path).read_text(), re.MULTILINE)
+            # as they are named in addresses
+            assert section in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -83,6 +88,9 @@ def test_names_are_those_of_the_code(path):
     text, code = path.read_text(), source()
     names = set(re.findall(r"\bDELTA_(?:SYNC|STORE)_[A-Z_]*[A-Z]\b|\bdelta_sync_[a-z_]*[a-z]\b", text))
     assert not {name for name in names if name not in code}
+    for owner, method in re.findall(r"`([A-Z][A-Za-z]+)\.([a-z_]+)", text):
+        found = re.search(rf"^class {owner}\b.*?(?=^class |\Z)", code, re.MULTILINE | re.DOTALL)
+        assert found and f"    def {method}(" in found[0], f"{owner}.{method}"
     # a counter's sample is called as its family with _total
     metrics = {name.removesuffix("_total") for name in re.findall(r"vllm_delta:(\w+)", text)}
     known = set(re.findall(r"vllm_delta:(\w+)", code)) | {"served_seq", "target_seq", "lag_versions"}
