@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -30,6 +31,26 @@ PATIENCE_S = 2.0
 _SHOW_S = 0.5
 _VERSION = re.compile(r"latest|[0-9]{1,12}|[A-Za-z0-9]{1,64}-[0-9]{1,15}-[0-9]{1,12}")
 
+# more than anybody waits; what is longer cannot be slept by the system
+_MAX_S = 1e8
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds of at least `min`."""
+
+    name = "seconds"
+
+    def __init__(self, min: float):
+        super().__init__(min=min, max=_MAX_S)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            # which no bound excludes
+            self.fail(f"{value} is no number of seconds", param, ctx)
+        return seconds
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Write one JSON object to standard output.")
 lines_option = click.option("--json", "as_json", is_flag=True, help="Write JSON; one object a line while following.")
 base_option = click.option(
@@ -45,6 +66,8 @@ def open_reader(address: str) -> BucketReader:
     from delta_wire.signing import Verifier
     from delta_wire.stores import open_store
 
+    if split(address)[1] is not None:
+        raise click.UsageError(f"{address}: expected a BUCKET without @VERSION")
     keys = os.environ.get(PUBLIC_KEY, "").strip()
     return BucketReader(open_store(address), Verifier(keys) if keys else None)
 

@@ -10,6 +10,7 @@ import click
 
 from delta_wire.commands.common import (
     EXIT_REFUSED,
+    Seconds,
     is_terminal,
     json_option,
     open_reader,
@@ -35,7 +36,7 @@ _SHOWN = 20
 @click.option(
     "--grace",
     "grace_s",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=3600.0,
     show_default=True,
     help="Seconds that something stays after it has become useless.",
@@ -43,7 +44,7 @@ _SHOWN = 20
 @click.option(
     "--lease",
     "lease_s",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=3600.0,
     show_default=True,
     help="What a server still needs stays, unless it has said nothing new for so many seconds.",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delta_wire.commands.common import (
+    Seconds,
     format_row,
     lines_option,
     nothing_published,
@@ -35,7 +36,7 @@ _HEADER = ["version", "step", "changed", "delta", "of full", "age", "anchor"]
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.1),
+    type=Seconds(min=0.1),
     default=1.0,
     show_default=True,
     help="Seconds between two looks while following.",

@@ -12,6 +12,7 @@ import click
 
 from delta_wire.commands.common import (
     EXIT_REFUSED,
+    Seconds,
     is_terminal,
     lines_option,
     nothing_published,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.1),
+    type=Seconds(min=0.1),
     default=1.0,
     show_default=True,
     help="Seconds between two looks.",

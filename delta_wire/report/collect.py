@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import islice, takewhile
@@ -151,7 +152,7 @@ def _newest(reader: BucketReader, latest: Manifest, limit: int) -> Iterator[Mani
     """Versions with a delta, from the newest back; those that retention has removed are not missed."""
     walk = takewhile(lambda manifest: manifest.delta is not None, reader.walk(latest))
     try:
-        yield from islice(walk, limit)
+        yield from islice(walk, min(limit, sys.maxsize))
     except ObjectNotFoundError:
         return
 

@@ -171,6 +171,27 @@ def test_a_stream_that_the_caller_has_closed(bucket, closed):
     assert (str(bucket) in done.stdout) is (closed != 1)
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e300", "-1", "soon"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["log", "--follow", "--interval"],
+        ["watch", "--interval"],
+        ["gc", "--yes", "--grace"],
+        ["gc", "--yes", "--lease"],
+    ],
+)
+def test_seconds_that_are_none(command, bucket, words, seconds):
+    result = command(*words, seconds, bucket, "--json")
+    assert result.code == 2 and f"'{words[-1]}'" in result.json["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["log", "verify", "watch", "report"])
+def test_a_version_where_a_bucket_is_expected_is_told(command, bucket, name):
+    result = command(name, f"{bucket}@1", "--json")
+    assert result.code == 2 and "BUCKET without @VERSION" in result.json["error"]["message"]
+
+
 def test_usage_of_the_whole(command, bucket):
     assert command("--version").out.startswith("delta-wire, version")
     assert "Usage" in command().err

@@ -86,6 +86,7 @@ def test_from_the_bucket_alone(command, bucket, run, tmp_path):
     assert set(result.json["pictures"]) == {"density", "groups", "payload", "latency", "lag"}
     assert "&lt;b&gt;full" in (tmp_path / "out" / "index.html").read_text()
     assert len(command("report", bucket, "-o", tmp_path / "out", "--limit", 1, "--json").json["data"]["versions"]) == 1
+    assert command("report", bucket, "-o", tmp_path / "out", "--limit", 10**30).code == 0
 
 
 def test_a_run_without_versions(command, run, tmp_path):
