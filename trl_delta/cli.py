@@ -34,7 +34,7 @@ of `trl`, and:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a training; returns the exit code."""
-    command, *rest = sys.argv[1:] if arguments is None else arguments or [""]
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if command in ("-h", "--help"):
         print(USAGE + _settings(), end="")
         return 0
@@ -68,6 +68,7 @@ def train(command: str, arguments: Sequence[str]) -> None:
 
 
 def _parse(module: Any, command: str, arguments: Sequence[str]) -> list[Any]:
+    import yaml
     from trl.scripts.utils import TrlParser
 
     from trl_delta.config import DeltaSyncConfig
@@ -81,7 +82,9 @@ def _parse(module: Any, command: str, arguments: Sequence[str]) -> list[Any]:
     parser.add_argument("--delta_sync", dest="delta_sync_bucket", help="Short for --delta_sync_bucket.")
     try:
         return list(parser.parse_args_and_config(list(arguments)))
-    except ValueError as error:
+    except OSError as error:
+        raise SetupError(f"{error.filename}: cannot read the configuration: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError) as error:
         # of the parser: keys that nobody knows, a file that is none
         raise SetupError(str(error)) from error
 

@@ -70,6 +70,7 @@ def test_options_win_over_the_file(parsed):
         ("delta_sync: a\ndelta_sync_max_lag_versions: -1\n", "delta_sync_max_lag_versions"),
         ("delta_sync: a\ndelta_sync_lag_timeout_s: -1\n", "delta_sync_lag_timeout_s"),
         ("delta_sync: a\ndelta_sync_typo: 1\n", "delta_sync_typo"),
+        ("delta_sync: [a\n", "run.yaml"),
     ],
 )
 def test_a_wrong_value_names_its_key(tmp_path, monkeypatch, capsys, yaml, said):
@@ -81,6 +82,11 @@ def test_a_wrong_value_names_its_key(tmp_path, monkeypatch, capsys, yaml, said):
 def test_an_unknown_command_is_refused_with_those_that_exist(capsys):
     assert "grpo, async_grpo, sft, dpo" in refused(capsys, "ppo")
     assert "grpo, async_grpo, sft, dpo" in refused(capsys, "")
+    assert "grpo, async_grpo, sft, dpo" in refused(capsys)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
+    assert f"{tmp_path / 'run.yaml'}: cannot read" in refused(capsys, "sft", "--config", str(tmp_path / "run.yaml"))
 
 
 def test_help_lists_every_setting(capsys):
