@@ -8,9 +8,10 @@ READY := $(VENV)/.ready
 MODEL ?= smollm2
 BUCKET ?=
 PYTEST_ARGS ?=
+TRL_VERSIONS ?= 1.14.2 1.15.0
 WHOLE_RUNS := $(addprefix tests/integration/,test_demo.py test_demo_buckets.py test_examples.py)
 
-.PHONY: help env demo test matrix docs-check figures aot lint format clean
+.PHONY: help env demo test matrix trl-versions docs-check figures aot lint format clean
 
 help:
 	@echo "make demo               train SmolLM2-135M with TRL, serve it with vLLM, sync by deltas (about 15 minutes)"
@@ -18,6 +19,7 @@ help:
 	@echo "make demo BUCKET=…      through another bucket than a folder: hf://buckets/…, s3://…, gs://…, az://…"
 	@echo "make test               lint and all tests"
 	@echo "make matrix             every model with every number of ranks, eager and compiled, against fresh servers"
+	@echo "make trl-versions       the tests of the trainers with TRL $(TRL_VERSIONS) (TRL_VERSIONS=… for others)"
 	@echo "make docs-check         run every command of README and docs, with a real server and trainer (3 minutes)"
 	@echo "make figures            draw the pictures of the docs and copy their numbers from benchmarks/results"
 	@echo "make aot                compile every GPU kernel for sm_80, sm_90 and sm_100, no GPU needed, and check them"
@@ -42,6 +44,9 @@ test: lint
 matrix: $(READY)
 	$(BIN)/python -m pytest tests/integration/test_matrix.py tests/integration/test_shards.py tests/integration/test_rank_trainers.py \
 		tests/integration/test_trainers.py -m "matrix or not matrix" $(PYTEST_ARGS)
+
+trl-versions: $(READY)
+	$(BIN)/python tools/trl_versions.py $(TRL_VERSIONS) $(PYTEST_ARGS)
 
 docs-check: $(READY)
 	$(BIN)/python tools/docs_check.py --full

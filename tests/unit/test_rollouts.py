@@ -3,6 +3,7 @@
 
 import asyncio
 import queue
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -114,12 +115,14 @@ def make_loop(model, url):
     from trl_delta.rollout_loop import VersionedRolloutLoop
 
     value = SimpleNamespace(value=0)
+    # which tokens end a completion is the tokenizer's affair before TRL 1.15
+    known = signature(VersionedRolloutLoop.__mro__[1].__init__).parameters
     return VersionedRolloutLoop(
+        **({"eos_token_ids": [2]} if "eos_token_ids" in known else {}),
         model_name=str(model),
         dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "?"}]}]),
         reward_funcs=[reward],
         processing_class=AutoTokenizer.from_pretrained(model),
-        eos_token_ids=[2],
         num_generations=3,
         max_inflight_tasks=3,
         queue_maxsize=0,

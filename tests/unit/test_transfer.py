@@ -4,6 +4,7 @@ truth."""
 
 import pytest
 import torch
+from attention import put_attention_back
 from stub_server import Acker, StubWorker
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -37,8 +38,6 @@ class Watch(TrainerCallback):
 
 @pytest.fixture
 def make_trainer(tiny_model, tmp_path):
-    from trl.experimental.async_grpo.packing import register_tree_attention
-
     from trl_delta.cpu import cpu_training
 
     def make(*callbacks: TrainerCallback, peft_config=None, weight_transfer=None, **settings) -> AsyncGRPOTrainer:
@@ -73,7 +72,7 @@ def make_trainer(tiny_model, tmp_path):
             )
 
     yield make
-    register_tree_attention()
+    put_attention_back()
 
 
 @pytest.fixture

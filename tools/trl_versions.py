@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Run the tests of the trainers with other releases of TRL than the one that is installed.
+
+python tools/trl_versions.py 1.14.2 1.15.0
+
+Each release is laid into a folder of its own in `.cache/trl/`, without its dependencies, and comes first on
+PYTHONPATH, in the trainer's processes, the launched ones included. The environment stays as it is. Prints one line
+for each release; exits with 1 if a test failed with any of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+UNIT = (
+    "test_trl_versions.py",
+    "test_transfer.py",
+    "test_server_mode.py",
+    "test_rollouts.py",
+    "test_trl_delta_cli.py",
+    "test_cpu_attention.py",
+    "test_trackers.py",
+)
+# real servers, and several processes with stubs for the server
+INTEGRATION = ("test_trainers.py", "test_rank_trainers.py")
+TESTS = [*(f"tests/unit/{name}" for name in UNIT), *(f"tests/integration/{name}" for name in INTEGRATION)]
+
+
+def install(version: str) -> Path:
+    """The release's folder, filled if it is not there yet."""
+    folder = ROOT / ".cache" / "trl" / version
+    if not (folder / "trl").is_dir():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--target", str(folder), f"trl=={version}"], check=True)
+    return folder
+
+
+def run(version: str, arguments: list[str]) -> tuple[bool, str]:
+    """Whether all tests passed, and pytest's last line."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(install(version)), os.environ.get("PYTHONPATH", "")])
+    }
+    if version.startswith("1.15."):
+        # computes log probabilities by Triton also where there is no GPU, see trl_delta/cpu.py
+        environment["TRITON_INTERPRET"] = "1"
+    say = [sys.executable, "-c", "import trl; print(trl.__version__)"]
+    found = subprocess.run(say, env=environment, capture_output=True, text=True, check=True).stdout.split()[-1]
+    if found != version:
+        raise SystemExit(f"expected TRL {version} to be imported, found {found}")
+    pytest = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert pytest.stdout is not None
+    last = ""
+    for line in pytest.stdout:
+        print(line, end="", flush=True)
+        last = line.strip(" =\n") or last
+    return pytest.wait() == 0, last
+
+
+def main(arguments: list[str]) -> int:
+    versions = [argument for argument in arguments if argument[:1].isdigit()]
+    options = [argument for argument in arguments if argument not in versions] or TESTS
+    if not versions:
+        raise SystemExit(__doc__)
+    results = {version: run(version, options) for version in versions}
+    for version, (passed, last) in results.items():
+        print(f"TRL {version}: {'passed' if passed else 'FAILED'}: {last}")
+    return 0 if all(passed for passed, _ in results.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
