@@ -66,9 +66,9 @@ def _outcome(trainer: Any, callback: DeltaSyncCallback) -> dict[str, Any]:
 
 
 def grpo(
-    rank: int, count: int, model: str, folder: str, url: str, kind: str, settings: dict[str, Any]
+    rank: int, count: int, model: str, folder: str, url: str, kind: str, settings: dict[str, Any], **arguments: Any
 ) -> dict[str, Any]:
-    """GRPO in vLLM server mode with the server at `url`."""
+    """GRPO in vLLM server mode with the server at `url`; `settings` are delta sync's, `arguments` the trainer's."""
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
     args = GRPOConfig(
@@ -78,7 +78,7 @@ def grpo(
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=url,
-        **_settings(kind),
+        **_settings(kind) | arguments,
     )
     with server_mode():
         trainer = GRPOTrainer(
