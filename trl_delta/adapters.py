@@ -8,15 +8,55 @@ a module of its own whose name contains `lora_`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Container
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from delta_wire.errors import SetupError
+from trl_delta.dtensors import whole_tensor
 from trl_delta.wrappers import WRAPPER_SEGMENTS, checkpoint_name, is_peft_model
 
 if TYPE_CHECKING:
     import torch
+
+# of a product's rows, computed in one go
+_BLOCK_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What one adapter adds to a weight of `N` rows: the product of two thin matrices.
+
+    Args:
+        high, low (`torch.Tensor`): `[N, r]` and `[r, columns]`, or `[columns, r]` and `[r, N]` if it is `transposed`.
+        scaling (`float`): of the product.
+        transposed (`bool`): the weight's rows are the product's columns.
+    """
+
+    high: torch.Tensor
+    low: torch.Tensor
+    scaling: float
+    transposed: bool
+
+    def add_to(self, merged: torch.Tensor, first_row: int) -> None:
+        """Add it to some of the weight's rows.
+
+        The product is computed in blocks of rows that lie where they lie in the whole weight, each scaled, then added,
+        every step rounded by itself. So the bits of an element do not depend on which rows a process has.
+
+        Args:
+            merged (`torch.Tensor`): rows of the weight in fp32.
+            first_row (`int`): where they begin.
+        """
+        import torch
+
+        high, low = self.high.detach().to(torch.float32), self.low.detach().to(torch.float32)
+        num_rows, stop_row = low.shape[1] if self.transposed else high.shape[0], first_row + merged.shape[0]
+        for begin in range(first_row - first_row % _BLOCK_ROWS, stop_row, _BLOCK_ROWS):
+            end = min(begin + _BLOCK_ROWS, num_rows)
+            update = (high @ low[:, begin:end]).T if self.transposed else high[begin:end] @ low
+            first, last = max(begin, first_row), min(end, stop_row)
+            merged[first - first_row : last - first_row].add_(update.mul_(self.scaling)[first - begin : last - begin])
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +66,22 @@ class Merge:
     Args:
         layer: a LoRA layer of PEFT, linear or embedding.
         path (`str`): where it stands, for errors.
+        factors (tuple of [`Factors`], *optional*): of the active adapters, if they have been gathered.
+        first_row (`int`, *optional*, defaults to `0`): the row of the layer's weight that those given to
+            [`Merge.apply`] begin with.
     """
 
     layer: Any
     path: str
+    factors: tuple[Factors, ...] | None = None
+    first_row: int = 0
+
+    def gathered(self) -> Merge:
+        """With the factors as they are now, whole; sharded ones need all processes to call this."""
+        return replace(self, factors=tuple(self._factors()))
 
     def apply(self, weight: torch.Tensor) -> torch.Tensor:
-        """The layer's weight with the active adapters in it.
+        """The layer's weight, or rows of it, with the active adapters in it.
 
         Args:
             weight (`torch.Tensor`): of the base layer, in any float type; not touched, so that it cannot drift.
@@ -42,13 +91,18 @@ class Merge:
         """
         import torch
 
+        merged = weight.detach().to(torch.float32, copy=True)
+        for factors in self._factors() if self.factors is None else self.factors:
+            factors.add_to(merged, self.first_row)
+        return merged
+
+    def _factors(self) -> Iterator[Factors]:
         layer = self.layer
         if layer.merged_adapters:
             raise SetupError(
                 f"{self.path}: the adapters {', '.join(layer.merged_adapters)} are merged into the base weight in "
                 "place, so that publishing would count them twice; call unmerge_adapter() before training"
             )
-        merged = weight.detach().to(torch.float32, copy=True)
         for name in active_adapters(layer):
             if name in layer.lora_A:
                 low, high = layer.lora_A[name].weight, layer.lora_B[name].weight
@@ -59,9 +113,7 @@ class Merge:
             else:
                 # an adapter that does not target this layer
                 continue
-            update = high.detach().to(torch.float32) @ low.detach().to(torch.float32)
-            merged.add_(update.T if transposed else update, alpha=layer.scaling[name])
-        return merged
+            yield Factors(whole_tensor(high), whole_tensor(low), layer.scaling[name], transposed)
 
 
 def active_adapters(module: Any) -> list[str]:
@@ -175,7 +227,10 @@ def _refuse_prompts(model: Any) -> None:
 def _require_plain_lora(layer: Any, path: str) -> None:
     from peft.tuners.lora.layer import Embedding, Linear
 
-    if type(layer) not in (Linear, Embedding):
+    order = type(layer).__mro__
+    # FSDP2 puts a class of its own and FSDPModule in front of the class of what it shards
+    kind = order[2] if order[1].__name__ == "FSDPModule" else order[0]
+    if kind not in (Linear, Embedding):
         raise SetupError(
             f"{path}: adapters of type {type(layer).__module__}.{type(layer).__name__} cannot be published merged; "
             "supported is LoRA on linear and embedding layers"

@@ -6,7 +6,7 @@ Letters: `N` elements of a tensor, `K` changed elements of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -17,8 +17,8 @@ from delta_wire import kernels
 from delta_wire.digest import Digest, digest_tensor
 from delta_wire.errors import SetupError
 from delta_wire.state import Delta, TensorDelta, change_of_digest, index_dtype
+from trl_delta.dtensors import whole_tensor
 from trl_delta.names import LiveTensor
-from trl_delta.shards import whole_tensor
 from trl_delta.snapshot import Placement, Room, extract_staged
 
 
@@ -139,20 +139,40 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return array.view(np.uint16) if array.dtype == np.int16 else array
 
 
-def live_bits(live: Iterable[LiveTensor]) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield each checkpoint name with its bf16 bits, uint16 in the tensor's shape, read from the weights just now.
+def gathered(live: Iterable[LiveTensor]) -> Iterator[LiveTensor]:
+    """Yield each tensor with all of it in this process' memory, one source at a time.
 
-    Of sharded weights all processes must read all, in the same order; see [`~trl_delta.joint.gather_bits`].
+    Of sharded weights all processes must read all, in the same order.
     """
     by_source: dict[int, list[LiveTensor]] = {}
     for entry in live:
         by_source.setdefault(id(entry.source), []).append(entry)
     for entries in by_source.values():
         source = whole_tensor(entries[0].source)
+        # parts of one weight have the same adapters
+        merge = None if entries[0].merge is None else entries[0].merge.gathered()
         for entry in entries:
-            bits = to_numpy(kernels.round_bits(_contiguous(replace(entry, source=source).tensor)))
-            for name in entry.names:
-                yield name, bits
+            yield replace(entry, source=source, merge=merge)
+
+
+def live_bits(live: Iterable[LiveTensor]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield each checkpoint name with its bf16 bits, uint16 in the tensor's shape, read from the weights just now.
+
+    Of sharded weights see [`gathered`].
+    """
+    for entry in gathered(live):
+        bits = to_numpy(kernels.round_bits(_contiguous(entry.tensor)))
+        for name in entry.names:
+            yield name, bits
+
+
+def digest_now(own: Iterable[LiveTensor]) -> Digest:
+    """Digest of what a process owns, computed afresh from the weights as they are now."""
+    total = Digest()
+    for entry in own:
+        bits = to_numpy(kernels.round_bits(_contiguous(entry.tensor)).reshape(-1))
+        total = sum((digest_tensor(name, bits, entry.start) for name in entry.names), total)
+    return total
 
 
 def tensor_digests(live: Iterable[LiveTensor]) -> dict[str, Digest]:

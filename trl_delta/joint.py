@@ -13,13 +13,14 @@ from delta_wire.manifest import Manifest
 from delta_wire.state import OldBits, TensorTable
 from delta_wire.stores import Store, open_store
 from trl_delta.anchors import AnchorMaker
-from trl_delta.detector import Detector, live_bits
+from trl_delta.detector import Detector, gathered, live_bits
+from trl_delta.dtensors import is_sharded
 from trl_delta.names import LiveTensor
 from trl_delta.publisher import Publisher
 from trl_delta.ranks import Ranks
 from trl_delta.replica import ReplayedAnchors
 from trl_delta.sharded import PartWriter, ShardedPublisher
-from trl_delta.shards import coding_shards, is_sharded, own_tensors, whole_tensor
+from trl_delta.shards import coding_shards, own_tensors
 
 
 def open_everywhere(bucket: str, ranks: Ranks) -> Store:
@@ -63,8 +64,8 @@ def gather_bits(live: list[LiveTensor], ranks: Ranks) -> dict[str, np.ndarray]:
     """
     if ranks.is_first:
         return dict(live_bits(live))
-    for source in {id(entry.source): entry.source for entry in live}.values():
-        whole_tensor(source)
+    for _ in gathered(live):
+        pass
     return {}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,10 @@ from delta_wire.errors import BaseMismatchError, SetupError
 from delta_wire.state import DTYPE
 from trl_delta.base import require_base
 from trl_delta.config import DeltaSyncConfig
-from trl_delta.detector import tensor_digests
+from trl_delta.detector import digest_now
+from trl_delta.joint import agreed_digest, owned
 from trl_delta.names import LiveTensor, Naming, refuse_tensor, table_of
+from trl_delta.ranks import Ranks
 from trl_delta.wrappers import checkpoint_name, is_peft_model
 
 if TYPE_CHECKING:
@@ -35,39 +36,60 @@ class SeparateAdapter:
         config ([`DeltaSyncConfig`]): settings.
         reference (`str`, *optional*): where the base model was loaded from.
         base ([`~delta_wire.checkpoint.Checkpoint`], *optional*): that checkpoint, if it is at hand and in bf16.
+        ranks ([`~trl_delta.ranks.Ranks`], *optional*): of a training on several processes, which all make this alike.
 
     Attributes:
-        described ([`~delta_wire.adapter.Adapter`]): what servers must know.
+        described ([`~delta_wire.adapter.Adapter`]): what servers must know; once [`SeparateAdapter.require_base`] has
+            returned.
         kept (`tuple`): empty: an adapter has no tensors that the model does not hold.
 
     Raises:
         [`~delta_wire.errors.SetupError`]: for models without one active adapter, and adapters that cannot be read.
-        [`~delta_wire.errors.BaseMismatchError`]: if the weights below the adapter are not those of its checkpoint.
     """
 
     kept: tuple[str, ...] = ()
+    described: Adapter
 
     def __init__(
-        self, model: torch.nn.Module, config: DeltaSyncConfig, reference: str | None, base: Checkpoint | None
+        self,
+        model: torch.nn.Module,
+        config: DeltaSyncConfig,
+        reference: str | None,
+        base: Checkpoint | None,
+        ranks: Ranks | None = None,
     ):
         peft = _peft_model(model)
         self._adapter = _active_adapter(peft)
         self._entries = _entries(peft, self._adapter)
+        self._name, self._rank = config.delta_sync_adapter_name, _largest_rank(peft, self._adapter)
+        self._ranks = ranks or Ranks()
+        self._reference = reference
         self._base = base
         base_table = None if base is None else base.table()
         self._naming = Naming(model, base_table, base_only=True)
+        kept = [] if base_table is None else [base_table[name] for name in self._naming.kept]
+        self._base_table = table_of(self._naming.live(model), kept)
         if base_table is not None:
-            kept = [base_table[name] for name in self._naming.kept]
-            require_base(base_table, table_of(self._naming.live(model), kept), reference)
+            require_base(base_table, self._base_table, reference)
+        # of what this process owns
         self._base_digest = self._digest_base(model)
-        if base is not None and self._base_digest != base.digest():
+
+    def agree_on_base(self) -> Digest:
+        """Digest of the weights below the adapter; all processes call this."""
+        return agreed_digest(self._ranks, self._base_table, self._base_digest)
+
+    def require_base(self, digest: Digest) -> None:
+        """Raise [`~delta_wire.errors.BaseMismatchError`] if the weights below the adapter, which have this digest, are
+        not those of their checkpoint."""
+        if self._base is not None and digest != self._base.digest():
             raise BaseMismatchError(
-                f"the weights below the adapter {self._adapter} have digest {self._base_digest}, the checkpoint "
-                f"{reference} has {base.digest()}, so servers would add the adapter to another model than the one it "
-                "is trained on. Something has changed them since they were loaded (init_lora_weights such as pissa or "
-                "olora, or a merge): save the base model and start from there, or use delta_sync_adapter=merged."
+                f"the weights below the adapter {self._adapter} have digest {digest}, the checkpoint "
+                f"{self._reference} has {self._base.digest()}, so servers would add the adapter to another model than "
+                "the one it is trained on. Something has changed them since they were loaded (init_lora_weights such "
+                "as pissa or olora, or a merge): save the base model and start from there, or use "
+                "delta_sync_adapter=merged."
             )
-        self.described = Adapter(config.delta_sync_adapter_name, self._rank(peft), self._base_digest, reference)
+        self.described = Adapter(self._name, self._rank, digest, self._reference)
 
     def live(self, model: torch.nn.Module) -> list[LiveTensor]:
         """The adapter's tensors as they are now, under the names they are saved by.
@@ -91,7 +113,8 @@ class SeparateAdapter:
         return live
 
     def require_base_unmoved(self, model: torch.nn.Module) -> None:
-        """Raise [`BaseMismatchError`] if the weights below the adapter are not what they were at the start."""
+        """Raise [`BaseMismatchError`] if the weights below the adapter are not what they were at the start; each of
+        several processes looks at those that it owns."""
         found = self._digest_base(model)
         if found != self._base_digest:
             raise BaseMismatchError(
@@ -119,16 +142,15 @@ class SeparateAdapter:
         config.save_pretrained(folder)
 
     def _digest_base(self, model: torch.nn.Module) -> Digest:
-        # without what is not in the tensors themselves
-        live = [replace(entry, merge=None) for entry in self._naming.live(model)]
-        total = sum(tensor_digests(live).values(), Digest())
-        if self._base is not None:
+        total = digest_now(owned(self._naming.live(model), self._ranks))
+        if self._base is not None and self._ranks.is_first:
             total = sum((digest_tensor(name, self._base.bits(name)) for name in self._naming.kept), total)
         return total
 
-    def _rank(self, peft: Any) -> int:
-        config = peft.peft_config[self._adapter]
-        return max([config.r, *(config.rank_pattern or {}).values()])
+
+def _largest_rank(peft: Any, adapter: str) -> int:
+    config = peft.peft_config[adapter]
+    return max([config.r, *(config.rank_pattern or {}).values()])
 
 
 def _peft_model(model: torch.nn.Module) -> Any:

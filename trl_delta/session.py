@@ -4,37 +4,25 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from dataclasses import asdict
 from functools import partial
-from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from delta_wire import kernels
-from delta_wire.bucket import BucketReader, BucketWriter
-from delta_wire.checkpoint import Checkpoint
-from delta_wire.digest import Digest
 from delta_wire.errors import BaseMismatchError, SetupError
-from delta_wire.manifest import Manifest
-from delta_wire.state import OldBits, TensorTable, num_changed
-from delta_wire.stores import Store
+from delta_wire.state import TensorTable, num_changed
 from trl_delta.acks import AckWatcher
-from trl_delta.base import base_checkpoint, require_base, save_anchor, save_files
 from trl_delta.config import DeltaSyncConfig
+from trl_delta.content import Content
 from trl_delta.detector import Detector
-from trl_delta.joint import agreed_digest, gather_bits, make_publisher, open_everywhere, owned
-from trl_delta.names import LiveTensor, Naming, table_of
+from trl_delta.joint import make_publisher, open_everywhere
+from trl_delta.names import LiveTensor
+from trl_delta.opening import open_run
 from trl_delta.pace import Pace
 from trl_delta.publisher import Publisher
 from trl_delta.ranks import Ranks
 from trl_delta.resume import Resumed
-from trl_delta.separate import SeparateAdapter
-from trl_delta.shards import refuse_wrappers
-from trl_delta.snapshot import choose, training_bytes
 from trl_delta.upkeep import Upkeep
-from trl_delta.wrappers import unwrap
 
 if TYPE_CHECKING:
     import torch
@@ -52,31 +40,42 @@ class DeltaSyncSession:
     """
 
     # from the start on
-    table: TensorTable
-    detector: Detector
     publisher: Publisher
     watcher: AckWatcher
     pace: Pace
-    _naming: Naming | SeparateAdapter
     _ranks: Ranks
 
     def __init__(self, bucket: str, config: DeltaSyncConfig | None = None):
         self.bucket = bucket
         self.config = config or DeltaSyncConfig()
-        self._model: torch.nn.Module | None = None
-        # what is published, if it is not the whole model
-        self._separate: SeparateAdapter | None = None
+        self._content: Content | None = None
         self._closed = False
         self._failure_reported = False
         self._last_step = 0
         self._extracted_step = 0
-        self._owned_params = 0
         self._extract_s = 0.0
         self._changed_frac = 0.0
 
     @property
     def started(self) -> bool:
-        return self._model is not None
+        return self._content is not None
+
+    @property
+    def content(self) -> Content:
+        """What is published; [`~delta_wire.errors.SetupError`] before the start."""
+        if self._content is None:
+            raise SetupError(f"{self.bucket}: the session has not started")
+        return self._content
+
+    @property
+    def table(self) -> TensorTable:
+        """Tensors of every version."""
+        return self.content.table
+
+    @property
+    def detector(self) -> Detector:
+        """Finds what has changed of what this process owns."""
+        return self.content.detector
 
     @property
     def last_step(self) -> int:
@@ -111,50 +110,42 @@ class DeltaSyncSession:
             raise SetupError(f"{self.bucket}: this session has started already; use a new callback for a second run")
         self._ranks = ranks = Ranks.join(world_size)
         store = open_everywhere(self.bucket, ranks)
-        reference, base = base_checkpoint(model)
-        if self.config.delta_sync_adapter == "separate":
-            self._separate = self._take_adapter(model, reference, base)
-            # version 0 is an adapter, which is nowhere yet
-            reference = base = None
-        ranks.all_do(lambda: self._take_in(model, reference, base))
-        live = self._naming.live(model)
-        digest = agreed_digest(ranks, self.table, self.detector.digest)
-        if resumed is not None and resumed.digest not in ("", str(digest)):
+        content = Content(model, self.config, ranks, processing_class)
+        if resumed is not None and resumed.digest not in ("", str(content.digest)):
             logger.warning(
                 "delta sync: the weights of step %d have digest %s, those that the checkpoint was saved with had %s; "
                 "they were saved in another precision, or something has changed them since (an adapter that was "
                 "merged twice?). What is published is what they are now.",
                 step,
-                digest,
+                content.digest,
                 resumed.digest,
             )
         self._upkeep = Upkeep(self.bucket, self.config)
-        head, next_seq, writer = self._open_run(
-            store, live, model, processing_class, reference, base, digest, step, resumed
-        )
-        self._model = model
+        opened = open_run(store, content, ranks, self._upkeep, step=step, resumed=resumed)
+        self._content = content
         self._last_step = self._extracted_step = step
+        writer = opened.writer
         anchors = replayed = None
         if writer is not None:
             if ranks.count > 1:
                 replayed = self._upkeep.replayed_anchors(writer)
             else:
-                anchors = self._upkeep.anchors(writer, lambda: self._save_files(model, processing_class, base))
+                anchors = self._upkeep.anchors(writer, lambda: self._upkeep.save_files(content.save_files))
             self._upkeep.keep(writer)
         self.publisher = make_publisher(
             ranks,
             store,
-            self.table,
-            head,
-            next_seq,
+            content.table,
+            opened.head,
+            opened.next_seq,
             writer,
-            owned(live, ranks),
-            self.detector,
+            content.own(),
+            content.detector,
             step=step,
             encoding=self.config.delta_sync_encoding,
             anchors=anchors,
             replayed=replayed,
-            snapshot=self._bits_of(live, base),
+            snapshot=content.last_bits(),
         )
         self.watcher = AckWatcher(
             # one process asks the bucket; the others never learn what is served
@@ -167,13 +158,11 @@ class DeltaSyncSession:
         )
         self.pace = Pace(self.bucket, self.config, self.publisher, self.watcher)
         if ranks.is_first:
-            logger.info("delta sync: version %s is in %s", head.version, store.url)
+            logger.info("delta sync: version %s is in %s", opened.head.version, store.url)
 
     def live(self) -> list[LiveTensor]:
         """The model's tensors as they are now, under their checkpoint names."""
-        if self._model is None:
-            raise SetupError(f"{self.bucket}: the session has not started")
-        return self._naming.live(self._model)
+        return self.content.live()
 
     def step(self, step: int) -> None:
         """Weights have changed: extract and hand over, if it is their turn.
@@ -237,10 +226,8 @@ class DeltaSyncSession:
         return published and is_base_right
 
     def _require_base_unmoved(self) -> bool:
-        if self._separate is None or self._model is None:
-            return True
         try:
-            self._separate.require_base_unmoved(self._model)
+            self.content.require_base_unmoved()
         except BaseMismatchError as error:
             if self.config.delta_sync_on_failure == "stop":
                 raise
@@ -290,9 +277,9 @@ class DeltaSyncSession:
             return
         began_s = time.monotonic()
         with self.publisher.extracting:
-            delta = self.detector.extract(owned(self.live(), self._ranks))
+            delta = self.detector.extract(self.content.own())
             self._extract_s = time.monotonic() - began_s
-            self._changed_frac = num_changed(delta) / max(1, self._owned_params)
+            self._changed_frac = num_changed(delta) / max(1, self.content.num_owned)
             self.publisher.submit(delta, digest=self.detector.digest, step=self._last_step)
 
     def _report_failure(self, failure: Exception) -> None:
@@ -306,118 +293,3 @@ class DeltaSyncSession:
                 self.publisher.durable_seq,
                 failure,
             )
-
-    def _bits_of(self, live: list[LiveTensor], base: Checkpoint | None) -> OldBits:
-        """Tensors of the last extraction by checkpoint name, copied one at a time."""
-        entries = {name: entry for entry in live for name in entry.names}
-        kept = self._naming.kept
-        return lambda name: base.bits(name) if base is not None and name in kept else self.detector.bits(entries[name])
-
-    def _save_files(
-        self,
-        model: torch.nn.Module,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
-        base: Checkpoint | None,
-    ) -> Path:
-        """What an anchor needs beside the weights."""
-        separate = self._separate
-        if separate is not None:
-            return self._upkeep.save_files(lambda folder: separate.save_files(folder, model))
-        others = {base} if base is not None and self._naming.kept else set()
-        return self._upkeep.save_files(lambda folder: save_files(folder, others, unwrap(model), processing_class))
-
-    def _take_adapter(self, model: torch.nn.Module, reference: str | None, base: Checkpoint | None) -> SeparateAdapter:
-        if self._ranks.count > 1:
-            raise SetupError(
-                "delta_sync_adapter is 'separate', which is supported on one training process only; use "
-                "delta_sync_adapter=merged"
-            )
-        return SeparateAdapter(model, self.config, reference, base)
-
-    def _take_in(self, model: torch.nn.Module, reference: str | None, base: Checkpoint | None) -> None:
-        """Find out what the model holds and remember its bits."""
-        refuse_wrappers(model)
-        kernels.warm_up()
-        base_table = None if base is None else base.table()
-        self._naming = self._separate or Naming(model, base_table)
-        live = self._naming.live(model)
-        kept = self._naming.kept
-        self.table = table_of(live, [] if base_table is None else [base_table[name] for name in kept])
-        if base_table is not None:
-            require_base(base_table, self.table, reference)
-        own = owned(live, self._ranks)
-        # what nobody trains is counted once
-        bits = {name: base.bits(name) for name in kept} if base is not None and self._ranks.is_first else {}
-        self._owned_params = sum(prod(entry.shape) * len(entry.names) for entry in own) + sum(
-            array.size for array in bits.values()
-        )
-        placement = choose(self.config.delta_sync_snapshot, own, to_come_bytes=training_bytes(live))
-        self.detector = Detector(own, bits, placement)
-
-    def _open_run(
-        self,
-        store: Store,
-        live: list[LiveTensor],
-        model: torch.nn.Module,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
-        reference: str | None,
-        base: Checkpoint | None,
-        digest: Digest,
-        step: int,
-        resumed: Resumed | None,
-    ) -> tuple[Manifest, int, BucketWriter | None]:
-        """Begin or continue the run on the first process.
-
-        Returns:
-            Its newest version, the number of the next, and on that process the writer.
-        """
-        kept = self._naming.kept
-
-        def needs_bits() -> bool:
-            head = BucketReader(store).latest()
-            if head is None:
-                return base is None or base.digest() != digest
-            return resumed is not None and resumed.run == head.version.run and head.digest != digest
-
-        needed = self._ranks.first_does(needs_bits)
-        # once, and the only time that sharded weights come together
-        bits = gather_bits(live, self._ranks) if needed else {}
-        writers: list[BucketWriter] = []
-
-        def begin() -> tuple[str, int]:
-            def start(**kwargs: Any) -> None:
-                writers.append(
-                    BucketWriter.start(
-                        store,
-                        table=self.table,
-                        digest=digest,
-                        step=step,
-                        signer=self._upkeep.signer,
-                        adapter=None if self._separate is None else self._separate.described,
-                        **kwargs,
-                    )
-                )
-
-            if not needed:
-                start(reference=reference)
-            elif BucketReader(store).latest() is not None:
-                whole = bits | {name: base.bits(name) for name in kept if base is not None}
-                files = self._save_files(model, processing_class, base)
-                start(reference=reference, bits=whole.__getitem__, files=files)
-            else:
-                if self._separate is None:
-                    logger.info(
-                        "delta sync: the weights are not those of %s; uploading a checkpoint",
-                        reference or "a known checkpoint",
-                    )
-                with tempfile.TemporaryDirectory(prefix="delta-anchor-") as folder:
-                    if self._separate is not None:
-                        self._separate.save(Path(folder), bits, model)
-                    else:
-                        others = {} if base is None else dict.fromkeys(kept, base)
-                        save_anchor(Path(folder), bits, others, unwrap(model), processing_class)
-                    start(reference=None, anchor_dir=Path(folder))
-            return writers[0].head.to_bytes().decode(), writers[0].next_seq
-
-        raw, next_seq = self._ranks.first_does(begin)
-        return Manifest.from_bytes(raw.encode(), store.url), next_seq, writers[0] if writers else None

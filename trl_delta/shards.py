@@ -16,6 +16,7 @@ from delta_wire.errors import SetupError
 from delta_wire.shards import WHOLE, Shard
 from delta_wire.state import TensorSpec, TensorTable
 from trl_delta.conversions import Part
+from trl_delta.dtensors import is_sharded
 from trl_delta.names import LiveTensor
 
 if TYPE_CHECKING:
@@ -34,9 +35,14 @@ def own_tensors(live: Iterable[LiveTensor], rank: int, count: int) -> list[LiveT
         Pieces, views of the local memory, with `start` in the checkpoint's tensor. A `DTensor` gives the rows of its
         local shard. A parameter that every process holds is cut into as many shares as there are processes; a
         buffer, which processes need not agree on, belongs to the first.
+
+    The factors of adapters to be merged, which are small, are gathered if they are sharded; all ranks call this alike.
     """
     pieces = []
     for number, entry in enumerate(live):
+        if entry.merge is not None:
+            # also where no row of the weight is: every process takes part
+            entry = replace(entry, merge=entry.merge.gathered())
         piece = _own_piece(entry, number, rank, count)
         if piece is not None:
             pieces.append(piece)
@@ -87,21 +93,6 @@ def refuse_wrappers(model: torch.nn.Module) -> None:
         )
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is spread over processes (a `DTensor`)."""
-    return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor lies in this process' memory."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor: itself, or gathered from all processes, which must all call this."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
 def _own_piece(entry: LiveTensor, number: int, rank: int, count: int) -> LiveTensor | None:
     import torch
 
@@ -115,20 +106,16 @@ def _own_piece(entry: LiveTensor, number: int, rank: int, count: int) -> LiveTen
     if start == stop:
         return None
     before = 0 if entry.part is None else entry.part.start
-    return replace(entry, part=Part(before + start, (stop - start,)), start=start, shard=shard)
+    piece = replace(entry, part=Part(before + start, (stop - start,)), start=start, shard=shard)
+    return piece if entry.merge is None else _without_other_rows(piece)
 
 
 def _own_rows(entry: LiveTensor, tensor: DTensor, number: int) -> LiveTensor | None:
     """What lies here of a `DTensor`, or of the part of one that is a checkpoint's tensor."""
-    if entry.merge is not None:
-        raise SetupError(
-            f"parameter {entry.name} is sharded and has an adapter to be merged into it, which needs all of both; "
-            "train adapters without FSDP, or publish the adapter by itself"
-        )
     shard = _own_shard(entry, tensor, number)
     if shard is None:
         return None
-    local = tensor.to_local().detach().reshape(-1)
+    local = tensor.to_local().detach()
     begin, end = shard.span(TensorSpec(entry.name, tuple(tensor.shape)))
     if local.numel() != end - begin:
         raise SetupError(
@@ -139,8 +126,21 @@ def _own_rows(entry: LiveTensor, tensor: DTensor, number: int) -> LiveTensor | N
     first, last = max(begin, part.start), min(end, part.stop)
     if first >= last:
         return None
-    piece = local[first - begin : last - begin]
-    return replace(entry, source=piece, part=None, start=first - part.start, shard=shard)
+    piece = replace(entry, start=first - part.start, shard=shard)
+    if entry.merge is None:
+        return replace(piece, source=local.reshape(-1)[first - begin : last - begin], part=None)
+    merge = replace(entry.merge, first_row=shard.rows(tensor.shape[0])[0])
+    return replace(piece, source=local, part=Part(first - begin, (last - first,)), merge=merge)
+
+
+def _without_other_rows(piece: LiveTensor) -> LiveTensor:
+    """A part of a weight that is computed to be read, with no more rows of the source than it lies in."""
+    assert piece.part is not None and piece.merge is not None
+    row_elements = prod(piece.source.shape[1:])
+    first, last = piece.part.start // row_elements, -(-piece.part.stop // row_elements)
+    part = Part(piece.part.start - first * row_elements, piece.part.shape)
+    merge = replace(piece.merge, first_row=first)
+    return replace(piece, source=piece.source.detach()[first:last], part=part, merge=merge)
 
 
 def _own_shard(entry: LiveTensor, tensor: DTensor, number: int) -> Shard | None:

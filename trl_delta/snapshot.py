@@ -21,8 +21,8 @@ import torch
 
 from delta_wire import kernels
 from delta_wire.errors import SetupError
+from trl_delta.dtensors import local_tensor
 from trl_delta.names import LiveTensor
-from trl_delta.shards import local_tensor
 
 logger = logging.getLogger(__name__)
 

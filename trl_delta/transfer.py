@@ -243,7 +243,7 @@ def attachable(trainer: Any) -> str | None:
 
 def _ask_for_adapter(trainer: Any, seam: str, config: DeltaSyncConfig) -> None:
     """Rollouts of a run that publishes an adapter are those of the adapter and not of its base."""
-    # the first process asks; that there are others is refused when training begins
+    # the first process asks
     if config.delta_sync_adapter != "separate" or not trainer.accelerator.is_main_process:
         return
     if seam == "vllm_generation":

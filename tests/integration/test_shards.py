@@ -15,12 +15,10 @@ from rank_programs import (
     train,
     train_with_trainer,
 )
+from runs import assert_same_run, reader_of
 
-from delta_wire.bucket import BucketReader
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.replay import checkout, materialise, verify
-from delta_wire.state import resolve
-from delta_wire.stores import open_store
 
 STEPS = 3
 
@@ -28,34 +26,6 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
-
-
-def reader_of(bucket: Path) -> BucketReader:
-    return BucketReader(open_store(str(bucket)))
-
-
-def assert_same_run(sharded: BucketReader, single: BucketReader, folder: Path) -> list[int]:
-    """Every version of both has the same delta, element by element; returns the number of objects of each."""
-    objects = []
-    latest = sharded.latest()
-    assert latest is not None
-    for manifest in reversed(list(sharded.walk(latest))):
-        other = single.manifest(manifest.version.seq)
-        assert (manifest.digest, manifest.step) == (other.digest, other.step)
-        assert manifest.changed_params == other.changed_params
-        if manifest.delta is None:
-            continue
-        objects.append(len(manifest.delta.objects))
-        assert manifest.parent is not None
-        with materialise(single, single.manifest(manifest.parent.seq)) as state:
-            found = sharded.fetch_delta(manifest, folder, state.bits)
-            expected = single.fetch_delta(other, folder, state.bits)
-            assert found.keys() == expected.keys()
-            for name, part in expected.items():
-                old = state.bits(name).reshape(-1)[part.indices]
-                assert np.array_equal(found[name].indices, part.indices), name
-                assert np.array_equal(resolve(found[name], old).new, resolve(part, old).new), name
-    return objects
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from delta_wire.errors import ModelMismatchError
 from delta_wire.stores.local import LocalStore
@@ -105,7 +106,7 @@ def _begin(pipe: Any, port: int, rank: int, count: int, program: Callable[..., A
         pipe.send((True, result))
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, tied: bool = True) -> Path:
     """A checkpoint whose tensors no number of processes divides, some with fewer rows than processes."""
     config = LlamaConfig(
         vocab_size=515,
@@ -115,7 +116,7 @@ def make_model(folder: Path) -> Path:
         num_attention_heads=18,
         num_key_value_heads=1,
         head_dim=2,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
@@ -128,12 +129,12 @@ def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def wrap(model: PreTrainedModel, kind: str, count: int) -> torch.nn.Module:
+def wrap(model: torch.nn.Module, kind: str, count: int) -> torch.nn.Module:
     """`fsdp2` or `ddp`."""
     if kind == "ddp":
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (count,))
-    for layer in model.model.layers:
+    for layer in [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model

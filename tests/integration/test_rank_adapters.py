@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters trained on several processes, merged and by themselves: what they publish together is what one process
+would, bit for bit, and the base stays where it is."""
+
+from pathlib import Path
+
+import pytest
+from rank_adapters import train_adapter
+from rank_programs import make_model, run_ranks
+from runs import assert_same_run, reader_of
+
+from delta_wire.checkpoint import Checkpoint
+from delta_wire.replay import verify
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), tied=False)
+
+
+@pytest.mark.parametrize(
+    ("count", "kind"), [(2, "ddp"), (2, "fsdp2"), pytest.param(4, "fsdp2", marks=pytest.mark.matrix)]
+)
+def test_what_all_publish_is_what_one_process_would(base: Path, tmp_path: Path, count: int, kind: str):
+    results = run_ranks(count, train_adapter, str(base), str(tmp_path), kind, STEPS)
+    for result in results:
+        assert all(result["finished"]) and not result["moved"]
+        assert (result["sharded"] > 0) == (kind == "fsdp2")
+    for how in ("merged", "separate"):
+        sharded, single = reader_of(tmp_path / how / "sharded"), reader_of(tmp_path / how / "single")
+        last = single.latest()
+        assert last is not None and last.step == STEPS
+        # some rows of some tensors have not changed, but every process has published
+        assert assert_same_run(sharded, single, tmp_path, until=last.version.seq) == [count] * STEPS
+        assert all(check.ok for check in verify(sharded))
+    described = {name: reader_of(tmp_path / "separate" / name).manifest(1).adapter for name in ("sharded", "single")}
+    assert described["sharded"] == described["single"]
+    assert described["sharded"] is not None and described["sharded"].base_digest == Checkpoint(base).digest()
+    # an anchor was made out of the bucket, and a resume from an older checkpoint goes on with the run
+    latest = reader_of(tmp_path / "separate" / "sharded").latest()
+    assert latest is not None and (latest.version.epoch, latest.version.seq) == (2, STEPS + 1)
+    assert latest.digest == reader_of(tmp_path / "separate" / "single").manifest(STEPS - 1).digest
+    walked = reader_of(tmp_path / "separate" / "sharded").walk(latest)
+    assert any(manifest.anchor is not None and manifest.version.seq for manifest in walked)
