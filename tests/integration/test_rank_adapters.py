@@ -5,12 +5,13 @@ would, bit for bit, and the base stays where it is."""
 from pathlib import Path
 
 import pytest
-from rank_adapters import train_adapter
-from rank_programs import make_model, run_ranks
+from rank_adapters import adapt, train_adapter
+from rank_programs import make_model, run_ranks, train_with_trainer
 from runs import assert_same_run, reader_of
 
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.replay import verify
+from trl_delta import DeltaSyncConfig
 
 STEPS = 3
 
@@ -44,3 +45,15 @@ def test_what_all_publish_is_what_one_process_would(base: Path, tmp_path: Path, 
     assert latest.digest == reader_of(tmp_path / "separate" / "single").manifest(STEPS - 1).digest
     walked = reader_of(tmp_path / "separate" / "sharded").walk(latest)
     assert any(manifest.anchor is not None and manifest.version.seq for manifest in walked)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", ["merged", "separate"])
+def test_a_real_trainer_publishes_the_same_run_on_one_process_and_under_fsdp2(base: Path, tmp_path: Path, how: str):
+    """transformers, accelerate and PEFT, configured as users do."""
+    arguments = (train_with_trainer, str(base), str(tmp_path), STEPS, adapt, DeltaSyncConfig(delta_sync_adapter=how))
+    (alone,) = run_ranks(1, *arguments)
+    results = run_ranks(2, *arguments)
+    assert [result["versions"] for result in (alone, *results)] == [[1, 2, 3]] * 3
+    assert alone["sharded_params"] == 0 and all(result["sharded_params"] > 20 for result in results)
+    assert assert_same_run(reader_of(tmp_path / "sharded"), reader_of(tmp_path / "single"), tmp_path) == [2] * STEPS

@@ -124,7 +124,7 @@ def make_model(folder: Path, tied: bool = True) -> Path:
     return folder
 
 
-def load(folder: Path) -> PreTrainedModel:
+def load(folder: Path | str) -> PreTrainedModel:
     """In fp32, as trainers do."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -210,11 +210,19 @@ class EveryStep(TrainerCallback):
         assert self.session.publisher.wait(WAIT_S)
 
 
-def train_with_trainer(rank: int, count: int, base: str, folder: str, steps: int) -> dict[str, Any]:
+def train_with_trainer(
+    rank: int,
+    count: int,
+    base: str,
+    folder: str,
+    steps: int,
+    make: Callable[[str], Any] = load,
+    config: DeltaSyncConfig | None = None,
+) -> dict[str, Any]:
     """`transformers.Trainer` and the callback; on several processes with FSDP2 by accelerate, as users configure it.
 
     Every process gets the same row, another at each step, so that the mean of their gradients is the gradient of one
-    process in every bit and the training is the same whatever `count` is.
+    process in every bit and the training is the same whatever `count` is. `make` makes the model.
     """
     fsdp: dict[str, Any] = {
         "fsdp": True,
@@ -238,11 +246,11 @@ def train_with_trainer(rank: int, count: int, base: str, folder: str, steps: int
     if count > 1:
         # accelerate takes FSDP for an affair of GPUs and would use DDP; all else here is its own code
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    callback = DeltaSyncCallback(f"{folder}/{'single' if count == 1 else 'sharded'}")
+    callback = DeltaSyncCallback(f"{folder}/{'single' if count == 1 else 'sharded'}", config)
     every_step = EveryStep(callback.session)
     tokens = torch.randint(0, 515, (steps, 16), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": ids, "labels": ids} for ids in tokens.repeat_interleave(count, 0).tolist()]
-    trainer = Trainer(model=load(Path(base)), args=args, train_dataset=rows, callbacks=[callback, every_step])
+    trainer = Trainer(model=make(base), args=args, train_dataset=rows, callbacks=[callback, every_step])
     trainer.train()
     return {
         "sharded_params": every_step.sharded_params,
