@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trackers that people use, each with what it has stored itself: delta sync's metrics are in TRL's lines."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,10 +9,10 @@ import pytest
 from rank_trainers import STEPS, grpo
 from stub_server import StubServer
 from tracked import ENVIRONMENT, environment, stored
+from yaml_training import copy_configs
 
 from trl_delta import cli
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "cpu"
 OURS = {"train/delta/changed_frac", "train/delta/extract_s", "train/delta/version"}
 # these once something is durable, which the first line need not know
 LATER = {"train/delta/bytes", "train/delta/ratio", "train/delta/publish_s"}
@@ -31,9 +30,7 @@ def assert_in_trls_lines(steps: dict[str, list[int]], lines: list[int], own: str
 def tracked(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of all trackers that are installed, after a run from its file alone."""
     here = tmp_path_factory.mktemp("trackers")
-    folder = here / "cpu"
-    shutil.copytree(CONFIGS, folder, ignore=shutil.ignore_patterns("runs", "model", "__pycache__"))
-    shutil.copytree(tiny_model("qwen3"), folder / "model")
+    folder = copy_configs(here / "cpu", tiny_model("qwen3"))
     # not imported here: they read the environment when they are
     trackers = [tracker for tracker in ENVIRONMENT if find_spec(tracker)]
     file = folder / "sft.yaml"
