@@ -25,7 +25,7 @@ from delta_wire.begin import (
     write_pointer,
 )
 from delta_wire.chain import BucketReader
-from delta_wire.checkpoint import ADAPTER_FILE
+from delta_wire.checkpoint import file_for_all
 from delta_wire.digest import Digest
 from delta_wire.errors import (
     BaseMismatchError,
@@ -186,7 +186,7 @@ class BucketWriter:
             delta = delta_from(reader, head, table, digest, bits)
         except (FormatError, MismatchError, ObjectNotFoundError, SetupError) as error:
             logger.warning("%s: uploading a checkpoint instead: %s", store.url, error)
-            single_file = None if adapter is None else ADAPTER_FILE
+            single_file = file_for_all(adapter)
             anchor = stream_anchor(
                 store, table, bits, seq=next_seq, digest=digest, files=files, single_file=single_file
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from delta_wire.adapter import Adapter
 from delta_wire.container import TensorFile
 from delta_wire.digest import Digest, digest_tensor
 from delta_wire.errors import FormatError, ModelMismatchError, SetupError
@@ -33,6 +34,12 @@ _SUBFOLDERS = ("additional_chat_templates",)
 _HUB_REFERENCE = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?)@([A-Za-z0-9][A-Za-z0-9._/-]*)"
 )
+
+
+def file_for_all(adapter: Adapter | None) -> str | None:
+    """Name of the one file that has all tensors of an adapter, as PEFT has it; `None` for models, which may take
+    several."""
+    return None if adapter is None else ADAPTER_FILE
 
 
 class Checkpoint:

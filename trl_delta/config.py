@@ -4,17 +4,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from delta_wire.adapter import ADAPTER_NAME
 from delta_wire.errors import SetupError
 
-ON_FAILURE = ("warn", "stop")
 ENCODINGS = ("packed", "context", "plain")
-SNAPSHOTS = ("auto", "device", "host", "file")
-ADAPTERS = ("merged", "separate")
 ENCODING_VARIABLE = "DELTA_SYNC_ENCODING"
+# the first of each is the default
+_CHOICES = {
+    "delta_sync_encoding": ENCODINGS,
+    "delta_sync_snapshot": ("auto", "device", "host", "file"),
+    "delta_sync_on_failure": ("warn", "stop"),
+    "delta_sync_adapter": ("merged", "separate"),
+}
 _MAX_WAIT_S = 1e8
+
+
+def _choice(name: str, help: str, default: Callable[[], str] | None = None) -> Any:
+    """A field that has one of a few values, which the command line names."""
+    choices = _CHOICES[name]
+    metadata = {"help": help, "choices": list(choices)}
+    return field(default_factory=default or (lambda: choices[0]), metadata=metadata)
 
 
 @dataclass
@@ -89,28 +102,20 @@ class DeltaSyncConfig:
         default=1,
         metadata={"help": "Publish every so many optimizer steps; the last step is always published."},
     )
-    delta_sync_encoding: str = field(
-        default_factory=lambda: os.environ.get(ENCODING_VARIABLE) or ENCODINGS[0],
-        metadata={
-            "help": "Encoding of the deltas: 'packed' (small), 'context' (half of that, takes 2 bytes of host memory "
-            "per parameter on both sides) or 'plain' (sparse safetensors that other readers know).",
-            "choices": list(ENCODINGS),
-        },
+    delta_sync_encoding: str = _choice(
+        "delta_sync_encoding",
+        "Encoding of the deltas: 'packed' (small), 'context' (half of that, takes 2 bytes of host memory per "
+        "parameter on both sides) or 'plain' (sparse safetensors that other readers know).",
+        lambda: os.environ.get(ENCODING_VARIABLE) or ENCODINGS[0],
     )
-    delta_sync_snapshot: str = field(
-        default=SNAPSHOTS[0],
-        metadata={
-            "help": "Where the published weights are remembered, 2 bytes per parameter: on the 'device', in 'host' "
-            "memory, in a 'file' below TMPDIR, or 'auto', the first of these with room.",
-            "choices": list(SNAPSHOTS),
-        },
+    delta_sync_snapshot: str = _choice(
+        "delta_sync_snapshot",
+        "Where the published weights are remembered, 2 bytes per parameter: on the 'device', in 'host' memory, in a "
+        "'file' below TMPDIR, or 'auto', the first of these with room.",
     )
-    delta_sync_on_failure: str = field(
-        default="warn",
-        metadata={
-            "help": "On an error that another try cannot mend: 'warn' once and train on unpublished, or 'stop'.",
-            "choices": list(ON_FAILURE),
-        },
+    delta_sync_on_failure: str = _choice(
+        "delta_sync_on_failure",
+        "On an error that another try cannot mend: 'warn' once and train on unpublished, or 'stop'.",
     )
     delta_sync_close_timeout_s: float = field(
         default=120.0,
@@ -162,13 +167,10 @@ class DeltaSyncConfig:
         default=None,
         metadata={"help": "File with an Ed25519 private key (delta-wire keygen) that signs every version."},
     )
-    delta_sync_adapter: str = field(
-        default=ADAPTERS[0],
-        metadata={
-            "help": "What is published of a PEFT model: its weights with the adapter 'merged' into them, or the "
-            "adapter as a 'separate' one, which servers load with --enable-lora.",
-            "choices": list(ADAPTERS),
-        },
+    delta_sync_adapter: str = _choice(
+        "delta_sync_adapter",
+        "What is published of a PEFT model: its weights with the adapter 'merged' into them, or the adapter as a "
+        "'separate' one, which servers load with --enable-lora.",
     )
     delta_sync_adapter_name: str = field(
         default="adapter",
@@ -180,23 +182,10 @@ class DeltaSyncConfig:
         trainers = getattr(super(), "__post_init__", None)
         if trainers is not None:
             trainers()
-        if self.delta_sync_encoding not in ENCODINGS:
-            raise SetupError(
-                f"delta_sync_encoding (or {ENCODING_VARIABLE}): expected one of {', '.join(ENCODINGS)}, found "
-                f"{self.delta_sync_encoding!r}"
-            )
-        if self.delta_sync_snapshot not in SNAPSHOTS:
-            raise SetupError(
-                f"delta_sync_snapshot: expected one of {', '.join(SNAPSHOTS)}, found {self.delta_sync_snapshot!r}"
-            )
-        if self.delta_sync_on_failure not in ON_FAILURE:
-            raise SetupError(
-                f"delta_sync_on_failure: expected one of {', '.join(ON_FAILURE)}, found {self.delta_sync_on_failure!r}"
-            )
-        if self.delta_sync_adapter not in ADAPTERS:
-            raise SetupError(
-                f"delta_sync_adapter: expected one of {', '.join(ADAPTERS)}, found {self.delta_sync_adapter!r}"
-            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                also = f" (or {ENCODING_VARIABLE})" if name == "delta_sync_encoding" else ""
+                raise SetupError(f"{name}{also}: expected one of {', '.join(choices)}, found {getattr(self, name)!r}")
         name = self.delta_sync_adapter_name
         if not isinstance(name, str) or not ADAPTER_NAME.fullmatch(name):
             raise SetupError(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from delta_wire.bucket import BucketReader, BucketWriter
-from delta_wire.checkpoint import ADAPTER_FILE
+from delta_wire.checkpoint import file_for_all
 from delta_wire.retention import Policy, Sweeper
 from delta_wire.signing import Signer
 from delta_wire.stores import open_store
@@ -50,7 +50,7 @@ class Upkeep:
         factor = self._config.delta_sync_anchor_factor
         if not factor:
             return None
-        single_file = None if writer.head.adapter is None else ADAPTER_FILE
+        single_file = file_for_all(writer.head.adapter)
         return AnchorMaker(
             writer.store, writer.table, writer.head, factor=factor, files=files(), single_file=single_file
         )

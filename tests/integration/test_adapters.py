@@ -3,10 +3,7 @@
 does that was given a checkout of it as an ordinary adapter, and the base stays what it is."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from training import move_pointer, pointed_to
 from vllm_server import Server, Streams, WarmStart, serve
+from yaml_training import copy_configs, train
 
 from delta_wire.begin import pointer_bytes
 from delta_wire.bucket import BucketReader
@@ -27,7 +25,6 @@ from delta_wire.stores import open_store
 
 pytestmark = pytest.mark.e2e
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "cpu"
 SUPPORT = Path(__file__).parents[1] / "support"
 LORA = ("--enable-lora", "--max-lora-rank=8", "--max-loras=4")
 EXTENSION = "--worker-extension-cls=faulty_extension.Faulty"
@@ -40,24 +37,14 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def run(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bucket that `trl-delta sft` has filled with the versions of an adapter, one for every step."""
-    folder = tmp_path_factory.mktemp("adapter") / "cpu"
-    shutil.copytree(CONFIGS, folder, ignore=shutil.ignore_patterns("runs", "model", "__pycache__"))
-    shutil.copytree(tiny_model("qwen3"), folder / "model")
+    folder = copy_configs(tmp_path_factory.mktemp("adapter") / "cpu", tiny_model("qwen3"))
     before = Checkpoint(folder / "model").digest()
     options = ["--use_peft", "--lora_r", "4", "--lora_alpha", "6", "--lora_target_modules", "all-linear"]
     options += ["--delta_sync_adapter", "separate", "--delta_sync_adapter_name", NAME, "--learning_rate", "0.05"]
     options += ["--max_steps", str(STEPS)]
     # wrong bases and all else that would end publishing must end the test
     options += ["--delta_sync_on_failure", "stop"]
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / "every_version.py"), "sft", "--config", "sft.yaml", *options],
-        cwd=folder,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    train(folder, "sft", *options, program=(str(SUPPORT / "every_version.py"),))
     bucket = folder / "runs" / "sft-bucket"
     adapter = pointed_to(bucket).adapter
     assert adapter is not None and adapter.base_digest == before == Checkpoint(folder / "model").digest()

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's real trainers from the YAML files in configs/cpu alone, with a real server where they generate."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from training import pointed_to
 from transformers import AutoModelForCausalLM
 from vllm_server import Server, serve
+from yaml_training import ACCELERATED, copy_configs, train
 
 from delta_wire.bucket import BucketReader
 from delta_wire.digest import Digest
@@ -24,37 +22,11 @@ from trl_delta.names import live_tensors
 
 pytestmark = pytest.mark.e2e
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "cpu"
-TIMEOUT_S = 300
-
 
 @pytest.fixture(scope="module")
 def folder(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """configs/cpu with a model, as its README says."""
-    folder = tmp_path_factory.mktemp("trainers") / "cpu"
-    shutil.copytree(CONFIGS, folder, ignore=shutil.ignore_patterns("runs", "model", "__pycache__"))
-    shutil.copytree(tiny_model("qwen3"), folder / "model")
-    return folder
-
-
-def train(folder: Path, command: str, *options: str, launcher: Sequence[str] = ()) -> str:
-    """Run `trl-delta COMMAND --config COMMAND.yaml`, on several processes by a launcher; returns what it prints."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DELTA_SYNC_")}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, "trl_delta", command, "--config", f"{command}.yaml", *options],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    return said
-
-
-ACCELERATE = ("accelerate.commands.launch", "--config_file", "accelerate.yaml", "-m")
+    return copy_configs(tmp_path_factory.mktemp("trainers") / "cpu", tiny_model("qwen3"))
 
 
 def digest_of_saved(folder: Path) -> Digest:
@@ -75,7 +47,7 @@ def test_sft_publishes_what_it_saves(folder: Path):
 def test_sft_on_two_processes_by_accelerate_launch(folder: Path):
     """Every process publishes its part; together they are what the first one saves."""
     # the bucket of another run; the rest is in the files
-    train(folder, "sft", "--delta_sync", "runs/sft-2-bucket", "--output_dir", "runs/sft-2", launcher=ACCELERATE)
+    train(folder, "sft", "--delta_sync", "runs/sft-2-bucket", "--output_dir", "runs/sft-2", program=ACCELERATED)
     last = pointed_to(folder / "runs" / "sft-2-bucket")
     assert last.step == 3 and last.delta is not None and len(last.delta.objects) == 2
     assert last.digest == digest_of_saved(folder / "runs" / "sft-2")
@@ -176,7 +148,7 @@ def test_two_processes_go_on_with_the_run_for_a_real_server(folder: Path, server
     shutil.rmtree(folder / "again", ignore_errors=True)
     checkout(BucketReader(open_store(bucket)), before, folder / "again")
     options = ("--vllm_server_base_url", server.url, "--model_name_or_path", "again", "--output_dir", "runs/two")
-    said = train(folder, command, *options, launcher=ACCELERATE)
+    said = train(folder, command, *options, program=ACCELERATED)
     after = pointed_to(bucket)
     assert (after.version.run, after.version.epoch) == (before.version.run, before.version.epoch + 1)
     assert after.step == 3 and after.delta is not None and len(after.delta.objects) == 2

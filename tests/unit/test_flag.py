@@ -270,17 +270,26 @@ def test_a_resume_into_an_empty_bucket_begins_a_run_with_a_checkpoint_of_its_own
 
 # --- other ways of training
 
+# times the loss it is infinite
+TOO_LARGE = 2.0**127
 
-class SkipSteps(TrainerCallback):
-    """What a gradient scaler does on overflow: the optimizer's step is left out, the trainer counts it."""
+
+class Overflows(TrainerCallback):
+    """The scaler of fp16 training, whose scale is too large at some steps: accelerate leaves the optimizer's step out,
+    the trainer counts it."""
 
     def __init__(self, steps: set[int]):
         self.steps = steps
+        self.skipped: list[int] = []
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0, backoff_factor=0.5)
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step + 1 in self.steps:
-            for param in kwargs["model"].parameters():
-                param.grad = None
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step:
+            self.scaler.update(TOO_LARGE if state.global_step + 1 in self.steps else 1.0)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.scaler.get_scale() == TOO_LARGE / 2:
+            self.skipped.append(state.global_step)
 
 
 class Digests(TrainerCallback):
@@ -296,9 +305,12 @@ class Digests(TrainerCallback):
 
 def test_a_step_that_changes_nothing_needs_no_version(tiny_model, tmp_path):
     callback = DeltaSyncCallback(str(tmp_path / "bucket"))
-    digests = Digests(callback)
-    trainer = make_trainer(tiny_model("qwen3"), tmp_path, callback, SkipSteps({2, 3}), digests)
+    digests, overflows = Digests(callback), Overflows({2, 3})
+    trainer = make_trainer(tiny_model("qwen3"), tmp_path, callback, overflows, digests)
+    # as accelerate sets it where fp16 is computed, which is on GPUs only
+    trainer.accelerator.scaler = overflows.scaler
     trainer.train()
+    assert overflows.skipped == [2, 3]
     assert digests.by_step[1] == digests.by_step[2] == digests.by_step[3] != digests.by_step[4]
     assert [m.step for m in BucketReader(open_store(tmp_path / "bucket")).walk(pointed_to(tmp_path / "bucket"))] == [
         4,

@@ -34,7 +34,9 @@ def reward(completions, **kwargs):
     return [float(number % 2) for number in range(len(completions))]
 
 
-def make_trainer(folder: Path, tmp_path: Path, stub: StubServer, peft_config=None, **more) -> GRPOTrainer:
+def make_trainer(
+    folder: Path, tmp_path: Path, stub: StubServer, peft_config=None, rewards=reward, **more
+) -> GRPOTrainer:
     from datasets import Dataset
 
     args = GRPOConfig(
@@ -62,7 +64,7 @@ def make_trainer(folder: Path, tmp_path: Path, stub: StubServer, peft_config=Non
     with server_mode():
         return GRPOTrainer(
             model=str(folder),
-            reward_funcs=reward,
+            reward_funcs=rewards,
             args=args,
             train_dataset=Dataset.from_list(prompts),
             processing_class=AutoTokenizer.from_pretrained(folder),
@@ -93,6 +95,24 @@ def test_every_generation_has_the_weights_of_its_step(tiny_model, tmp_path, stub
     assert latest.digest == sum(tensor_digests(callback.session.live()).values(), Digest())
     lines = [line for line in trainer.state.log_history if "loss" in line]
     assert all("delta/changed_frac" in line for line in lines)
+
+
+def test_without_advantages_momentum_moves_the_weights_and_generation_has_them(tiny_model, tmp_path, stub):
+    calls = []
+
+    def equal_after_the_first(completions, **kwargs):
+        calls.append(len(completions))
+        return reward(completions) if len(calls) == 1 else [1.0] * len(completions)
+
+    trainer = make_trainer(tiny_model("qwen3"), tmp_path, stub, rewards=equal_after_the_first)
+    attach(trainer, str(tmp_path / "bucket"), DeltaSyncConfig(**FAST))
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["frac_reward_zero_std"] for line in lines] == [0, 1, 1]
+    assert [line["grad_norm"] > 0 for line in lines] == [True, False, False]
+    assert all(line["delta/changed_frac"] > 0 for line in lines)
+    assert stub.answered_with == [0, 1, 2]
+    assert pointed_to(tmp_path / "bucket").step == STEPS
 
 
 def test_weights_between_two_cadences_are_published_for_a_generation(tiny_model, tmp_path, stub):

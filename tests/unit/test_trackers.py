@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trackers that people use, each with what it has stored itself: delta sync's metrics are in TRL's lines."""
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +9,8 @@ import pytest
 from rank_trainers import STEPS, grpo
 from stub_server import StubServer
 from tracked import ENVIRONMENT, environment, stored
+from yaml_training import copy_configs, train
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "cpu"
 OURS = {"train/delta/changed_frac", "train/delta/extract_s", "train/delta/version"}
 # these once something is durable, which the first line need not know
 LATER = {"train/delta/bytes", "train/delta/ratio", "train/delta/publish_s"}
@@ -32,9 +28,7 @@ def assert_in_trls_lines(steps: dict[str, list[int]], lines: list[int], own: str
 def tracked(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of all trackers that are installed, after a run from its file alone."""
     here = tmp_path_factory.mktemp("trackers")
-    folder = here / "cpu"
-    shutil.copytree(CONFIGS, folder, ignore=shutil.ignore_patterns("runs", "model", "__pycache__"))
-    shutil.copytree(tiny_model("qwen3"), folder / "model")
+    folder = copy_configs(here / "cpu", tiny_model("qwen3"))
     trackers = [tracker for tracker in ENVIRONMENT if find_spec(tracker)]
     file = folder / "sft.yaml"
     said = file.read_text()
@@ -45,20 +39,7 @@ def tracked(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         (here / tracker).mkdir()
         told |= environment(tracker, here / tracker)
     # in a process of its own: trackers read the environment when they are imported, which another test may have done
-    command = [
-        sys.executable,
-        "-m",
-        "trl_delta",
-        "sft",
-        "--config",
-        "sft.yaml",
-        "--max_steps",
-        "4",
-        "--logging_steps",
-        "2",
-    ]
-    done = subprocess.run(command, cwd=folder, env=os.environ | told, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    train(folder, "sft", "--max_steps", "4", "--logging_steps", "2", environment=told)
     return here
 
 

@@ -134,7 +134,7 @@ def test_labels_do_not_move_while_no_server_serves_the_weights(make_trainer, tmp
 
 
 def test_sparse_syncs_are_labelled_with_the_weights_they_stand_for(make_trainer, acker, tmp_path):
-    trainer = make_trainer(weight_sync_steps=2)
+    trainer = make_trainer(weight_sync_steps=2, gradient_accumulation_steps=2)
     attach(trainer, str(tmp_path / "bucket"), DeltaSyncConfig(delta_sync_ack_poll_s=0.02))
     trainer.train()
     assert trainer.model_version == 1 + STEPS // 2
