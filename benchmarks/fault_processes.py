@@ -38,8 +38,10 @@ from delta_wire.manifest import Manifest
 from delta_wire.retention import Policy, Sweeper
 from delta_wire.state import Delta, TensorDelta, TensorTable, change_of_digest
 from delta_wire.stores import open_store
+from trl_delta.acks import AckWatcher
 from trl_delta.anchors import AnchorMaker
 from trl_delta.publisher import Publisher
+from trl_delta.requests import AnchorRequests
 from trl_delta.retention import Keeper
 from vllm_delta import ranks as ranks_module
 from vllm_delta import subscriber as subscriber_module
@@ -228,7 +230,13 @@ class Trainer(_Process):
     def run(self) -> None:
         writer = self._start()
         anchors = AnchorMaker(
-            writer.store, self.table, BucketReader(writer.store).latest(), factor=3, files=self.place.base
+            writer.store,
+            self.table,
+            BucketReader(writer.store).latest(),
+            factor=3,
+            files=self.place.base,
+            # nobody trains while a round waits: only what servers ask for leads past what is lost
+            requests=AnchorRequests(least_pause_s=1.0),
         )
         publisher = Publisher(
             writer,
@@ -238,6 +246,7 @@ class Trainer(_Process):
             retry_min_s=0.01,
             retry_max_s=0.1,
         )
+        AckWatcher(writer.acks, publisher, poll_s=0.1)
         policy = Policy(grace_s=self.place.grace_s, lease_s=self.place.grace_s)
         sweeper = Sweeper(BucketReader(open_store(self.place.bucket)), policy)
         Keeper(sweeper, lambda: writer.version, self.place.grace_s)
@@ -402,5 +411,6 @@ class Server(_Process):
                 pass
             wait_s = self._coordinator.step()
             status = self._coordinator.status
-            self.connection.send((status.state, str(status.version), status.reason))
+            needs_anchor = status.needs_anchor and str(status.needs_anchor)
+            self.connection.send((status.state, str(status.version), status.reason, needs_anchor))
             time.sleep(min(wait_s, 0.25))

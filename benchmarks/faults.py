@@ -50,6 +50,8 @@ _MAX_OBJECT_BYTES = 1 << 24
 # of the second half of a soak over the first
 _MOST_GROWTH = 1.5
 _TREND_VERSIONS = 1000
+# state, version, reason and need of a server that has not said anything
+_BEGINNING = ("waiting", "None", None, None)
 
 
 class Child:
@@ -115,6 +117,8 @@ class Result:
     faults: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
     kills: int = 0
+    # how often a server needed an anchor
+    cut_off: int = 0
     wrong_states: int = 0
     unrecovered: int = 0
     looks: int = 0
@@ -156,7 +160,7 @@ class Campaign:
         self._damaged: dict[str, tuple[bytes, bytes | None]] = {}
         self.trainer = Child(lambda c, s: train(c, place, s), self.random)
         self.servers = [Child(lambda c, s, n=number: serve(c, place, s, n), self.random) for number in range(servers)]
-        self._states: list[tuple[str, str, str | None]] = [("waiting", "None", None)] * servers
+        self._states: list[tuple[str, str, str | None, str | None]] = [_BEGINNING] * servers
         self._durable = ("", False, None, "")
         self._asked_s = 0.0
         self._said = "nothing"
@@ -191,9 +195,10 @@ class Campaign:
             if durable and not self._repairs and all(s[:2] == ("serving", version) for s in self._states):
                 self.result.recovery_s.append(time.monotonic() - began_s)
                 return
-            if time.monotonic() - nudged_s > pause_s:
-                # training goes on, so that an anchor leads past what is lost for good; with growing pauses, because
-                # nobody can be up to date with a trainer that is faster than the bucket
+            if time.monotonic() - nudged_s > pause_s and all(s[0] == "serving" for s in self._states):
+                # another trainer may have been there: this one finds out when it publishes; with growing pauses,
+                # because nobody can be up to date with a trainer that is faster than the bucket. A server that is cut
+                # off has to get on without
                 self.trainer.send("train", int(pause_s))
                 nudged_s, pause_s = time.monotonic(), 2 * pause_s
                 self._durable = ("", False, None, "")
@@ -211,15 +216,18 @@ class Campaign:
             repair()
         for number, server in enumerate(self.servers):
             for state in server.receive():
+                if state[3] not in (None, self._states[number][3]):
+                    self.result.cut_off += 1
                 self._states[number] = state
             if server.revive():
                 self.result.kills += 1
-                self._states[number] = ("waiting", "None", None)
+                self._states[number] = _BEGINNING
         for kind, value in self.trainer.receive():
             self._said = f"{kind} {value}"
             if kind == "durable":
                 self._durable = value
-                self._asked_s = 0.0
+                # a version that a server has asked for may follow
+                self._asked_s = now_s if value[1] else 0.0
                 if value[2] is not None:
                     # another trainer was there; the supervisor starts this one again
                     self._durable = ("", False, None, "")
@@ -227,7 +235,7 @@ class Campaign:
         if self.trainer.revive():
             self.result.kills += 1
             self._asked_s = 0.0
-        if not self._durable[1] and now_s - self._asked_s > 0.3:
+        if now_s - self._asked_s > 0.3:
             self._asked_s = now_s
             self.trainer.send("wait", 0.2)
 
@@ -330,7 +338,7 @@ class Campaign:
         return []
 
     def replace(self, key: str, before: bytes, after: bytes | None, for_good: bool) -> None:
-        """Put something else in an object's place, for a while or until a later anchor leads past it."""
+        """Put something else in an object's place, for a while or for good: only a later anchor leads past it."""
         original, damaged = self._damaged.get(key, (before, before))
         if before != damaged:
             # written anew since
@@ -439,7 +447,7 @@ def _damage(prefix: str, how: str) -> Callable[[Campaign], None]:
         before = campaign.read(key)
         if before is None:
             return
-        for_good = prefix == "deltas/" and campaign.random.random() < 0.3
+        for_good = prefix in ("deltas/", "anchors/") and campaign.random.random() < 0.5
         campaign.replace(key, before, _broken(campaign, prefix, key, before, how), for_good)
 
     return fault
@@ -458,6 +466,24 @@ def _broken(campaign: Campaign, prefix: str, key: str, data: bytes, how: str) ->
         return data[:at] + bytes([data[at] ^ 1 << campaign.random.randrange(8)]) + data[at + 1 :]
     other = campaign.random.choice(campaign.keys(prefix) or [key])
     return campaign.read(other) or b""
+
+
+def _lost_unseen(campaign: Campaign) -> None:
+    """The delta of a version that no server has seen yet is lost for good."""
+    for server in campaign.servers:
+        server.signal(signal.SIGSTOP)
+    before = set(campaign.keys("deltas/"))
+    campaign.trainer.send("train", 1)
+    until_s = time.monotonic() + 1.0
+    while time.monotonic() < until_s:
+        new = [key for key in campaign.keys("deltas/") if key not in before]
+        content = campaign.read(new[-1]) if new else None
+        if content is not None:
+            campaign.replace(new[-1], content, None, for_good=True)
+            break
+        time.sleep(0.004)
+    for server in campaign.servers:
+        server.signal(signal.SIGCONT)
 
 
 def _second_writer(campaign: Campaign) -> None:
@@ -493,6 +519,7 @@ _FAULTS: dict[str, Callable[[Campaign], None]] = {
     **{f"call_{kind}": _chaos(kind) for kind in ("refuse", "hang", "lose")},
     **{f"read_{kind}": _chaos(kind) for kind in ("truncate", "flip", "swap", "stale", "missing")},
     **{f"delta_{how}": _damage("deltas/", how) for how in ("missing", "truncated", "flipped", "swapped")},
+    "delta_lost_unseen": _lost_unseen,
     **{f"manifest_{how}": _damage("versions/", how) for how in ("missing", "truncated", "flipped", "swapped")},
     **{f"pointer_{how}": _damage(POINTER_KEY, how) for how in ("missing", "truncated", "flipped")},
     **{f"anchor_{how}": _damage("anchors/", how) for how in ("missing", "truncated", "flipped")},
@@ -546,6 +573,7 @@ def main() -> None:
         "faults": result.faults,
         "by_kind": dict(sorted(result.by_kind.items())),
         "restarts": result.kills,
+        "anchors_needed": result.cut_off,
         "wrong_states": result.wrong_states,
         "unrecovered": result.unrecovered,
         "versions": campaign.versions,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from delta_wire.digest import Digest
 from delta_wire.errors import FormatError, ObjectNotFoundError
@@ -32,6 +32,8 @@ class Ack:
         reason (`str`, *optional*): why it is degraded.
         pause_ms (`float`, *optional*): how long the last commit held generation up.
         served_unix_s (`float`): since when, by the server's clock.
+        needs_anchor ([`VersionId`], *optional*): newest version that nothing leads to from there: something on the
+            way is lost, and there is no anchor after it. Only an anchor of a later version leads on.
     """
 
     server: str
@@ -41,6 +43,7 @@ class Ack:
     reason: str | None
     pause_ms: float | None
     served_unix_s: float
+    needs_anchor: VersionId | None = None
 
     @property
     def key(self) -> str:
@@ -49,18 +52,19 @@ class Ack:
         return f"acks/{self.server}.json"
 
     def to_bytes(self) -> bytes:
-        return dump(
-            {
-                "format": FORMAT_VERSION,
-                "server": self.server,
-                "version": self.version and self.version.to_json(),
-                "digest": None if self.digest is None else str(self.digest),
-                "state": self.state,
-                "reason": _printable(self.reason),
-                "pause_ms": self.pause_ms,
-                "served_unix_s": self.served_unix_s,
-            }
-        )
+        value = {
+            "format": FORMAT_VERSION,
+            "server": self.server,
+            "version": self.version and self.version.to_json(),
+            "digest": None if self.digest is None else str(self.digest),
+            "state": self.state,
+            "reason": _printable(self.reason),
+            "pause_ms": self.pause_ms,
+            "served_unix_s": self.served_unix_s,
+        }
+        if self.needs_anchor is not None:
+            value["needs_anchor"] = self.needs_anchor.to_json()
+        return dump(value)
 
     @classmethod
     def from_bytes(cls, raw: bytes, source: str) -> Ack:
@@ -68,15 +72,12 @@ class Ack:
         state = take(value, "state", source)
         if state not in ("serving", "degraded"):
             raise FormatError(f"{source}: state must be serving or degraded, found {state!r:.80}")
-        version = take(value, "version", source)
         server = take_text(value, "server", source, 128)
         if not _SERVER.fullmatch(server):
             raise FormatError(f"{source}: a server id is 1 to 128 letters, digits or ._-, found {server!r}")
         return cls(
             server=server,
-            version=None
-            if version is None
-            else VersionId.from_json(take_object(value, "version", source), f"{source}: version"),
+            version=None if take(value, "version", source) is None else _take_version(value, "version", source),
             digest=None if take(value, "digest", source) is None else take_digest(value, source),
             state=state,
             reason=None
@@ -84,6 +85,7 @@ class Ack:
             else take_text(value, "reason", source, MAX_REASON_CHARS),
             pause_ms=None if take(value, "pause_ms", source) is None else take_float(value, "pause_ms", source),
             served_unix_s=take_float(value, "served_unix_s", source),
+            needs_anchor=None if value.get("needs_anchor") is None else _take_version(value, "needs_anchor", source),
         )
 
 
@@ -104,6 +106,10 @@ def read_acks(store: Store) -> list[Ack]:
             continue
         found.append(ack)
     return found
+
+
+def _take_version(value: dict[str, Any], key: str, source: str) -> VersionId:
+    return VersionId.from_json(take_object(value, key, source), f"{source}: {key}")
 
 
 def _printable(text: str | None) -> str | None:

@@ -14,6 +14,11 @@ from delta_wire.acks import read_acks
 from delta_wire.bucket import BucketReader
 from delta_wire.errors import ObjectNotFoundError
 
+# what becomes of versions after an object that is gone for good
+LOST = (
+    "servers that miss it stay on the version before and ask for an anchor, which a trainer that goes on uploads "
+    "within minutes; if training has ended, resume it from its own last checkpoint"
+)
 _ANSWER_TIMEOUT_S = 5.0
 _MAX_STATUS_BYTES = 1 << 20
 
@@ -32,6 +37,7 @@ class Replica:
         pause_ms (`float`, *optional*): how long its last commit held generation up.
         served_unix_s (`float`, *optional*): since when it serves its version.
         reason (`str`, *optional*): why it is not serving the newest.
+        needs_anchor (`str`, *optional*): newest version that nothing leads to from its own but a later anchor.
     """
 
     server: str
@@ -43,6 +49,7 @@ class Replica:
     pause_ms: float | None = None
     served_unix_s: float | None = None
     reason: str | None = None
+    needs_anchor: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,6 +82,7 @@ def from_bucket(reader: BucketReader) -> list[Replica]:
                 pause_ms=ack.pause_ms,
                 served_unix_s=ack.served_unix_s,
                 reason=ack.reason,
+                needs_anchor=ack.needs_anchor and str(ack.needs_anchor),
             )
         )
     return found
@@ -102,6 +110,7 @@ def from_server(url: str) -> Replica:
         lag_versions=status.get("lag_versions"),
         pause_ms=pauses[-1],
         reason=status.get("reason"),
+        needs_anchor=status.get("needs_anchor"),
     )
 
 

@@ -38,7 +38,7 @@ class AckWatcher:
 
     Args:
         read_acks (callable): returns all acknowledgements of the bucket; store errors are tolerated.
-        publisher ([`Publisher`]): knows the versions of this session.
+        publisher ([`Publisher`]): knows the versions of this session, and heeds what servers ask for.
         expected_servers (`int`, *optional*, defaults to `1`): servers without which nothing is acknowledged.
         server_timeout_s (`float`, *optional*, defaults to `300.0`): a server that is behind and has written nothing
             new for so long is left out until it writes again.
@@ -129,6 +129,7 @@ class AckWatcher:
             # the publisher reports a bucket that is out of reach; labels simply stay where they are
             logger.debug("delta sync: cannot read the acknowledgements: %s", error)
             return
+        self._publisher.heed(acks)
         with self._advanced:
             for ack in acks:
                 self._note(ack)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 from delta_wire.anchors import stream_anchor
@@ -13,6 +14,7 @@ from delta_wire.errors import DeltaError, StoreError
 from delta_wire.manifest import AnchorPart, Manifest
 from delta_wire.state import OldBits, TensorTable
 from delta_wire.stores import Store
+from trl_delta.requests import AnchorRequests
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +24,8 @@ class AnchorMaker:
 
     So what a reader fetches at the most to get from a restart point to the newest version is bounded by the size of
     the model, whatever the number of versions. An upload that fails is no failure of the run: it is tried again when
-    another tenth of the price has come together.
+    another tenth of the price has come together. A server that needs an anchor gets one before that, see
+    [`~trl_delta.requests.AnchorRequests`].
 
     Args:
         store ([`~delta_wire.stores.Store`]): the bucket.
@@ -31,6 +34,7 @@ class AnchorMaker:
         factor (`float`): price of an anchor in sizes of the model.
         files (`Path`, *optional*): folder with configuration, tokenizer and templates.
         single_file (`str`, *optional*): name of one file for all tensors, in place of a model's.
+        requests ([`~trl_delta.requests.AnchorRequests`], *optional*): of servers.
     """
 
     def __init__(
@@ -42,21 +46,35 @@ class AnchorMaker:
         factor: float,
         files: Path | None = None,
         single_file: str | None = None,
+        requests: AnchorRequests | None = None,
     ):
         self._store = store
         self._table = table
         self._price_bytes = factor * table.full_bytes
         self._files = files
         self._single_file = single_file
-        self._chain_bytes = 0 if newest is None else _chain_bytes(BucketReader(store), newest)
+        self.requests = requests or AnchorRequests()
+        # size of the deltas since the newest anchor, and its number
+        self._chain_bytes, self._anchor_seq = 0, -1
+        if newest is not None:
+            self._chain_bytes, self._anchor_seq = _chain(BucketReader(store), newest)
         self._due_bytes = self._price_bytes
+        # of the anchor being made
+        self._began_s = 0.0
+        self._is_answer = False
 
     @property
     def due(self) -> bool:
-        return self._chain_bytes >= self._due_bytes
+        return self._chain_bytes >= self._due_bytes or self.asked
+
+    @property
+    def asked(self) -> bool:
+        """Whether a server needs an anchor now."""
+        return self.requests.due_after(self._anchor_seq)
 
     def make(self, bits: OldBits, seq: int, digest: Digest) -> AnchorPart | None:
         """Upload a state as the anchor of the version to come; `None` if that cannot be done now."""
+        self._begin(seq)
         try:
             return stream_anchor(
                 self._store,
@@ -75,22 +93,41 @@ class AnchorMaker:
     def published(self, manifest: Manifest) -> None:
         """A version is durable."""
         if manifest.anchor is not None:
+            if self._is_answer:
+                self.requests.answered(time.monotonic() - self._began_s)
+            self._anchor_seq = manifest.version.seq
             self._chain_bytes, self._due_bytes = 0, self._price_bytes
         elif manifest.delta is not None:
             self._chain_bytes += manifest.delta.size_bytes
 
+    def _begin(self, seq: int) -> None:
+        self._began_s = time.monotonic()
+        # whether or not it is still asked for when it is there
+        self._is_answer = self.asked
+        ack = self.requests.open_after(self._anchor_seq)
+        if ack is not None:
+            logger.warning(
+                "delta sync: version %d gets an anchor, because server %s cannot get past version %s: %s",
+                seq,
+                ack.server,
+                ack.needs_anchor,
+                ack.reason,
+            )
+
     def _wait_longer(self) -> None:
+        if self.asked:
+            self.requests.failed()
         self._due_bytes = self._chain_bytes + self._price_bytes / 10
 
 
-def _chain_bytes(reader: BucketReader, newest: Manifest) -> int:
-    """Size of the deltas since the newest restart point."""
+def _chain(reader: BucketReader, newest: Manifest) -> tuple[int, int]:
+    """Size of the deltas since the newest restart point, and its number, -1 if that cannot be seen."""
     total = 0
     try:
         for manifest in reader.walk(newest):
             if manifest.anchor is not None:
-                break
+                return total, manifest.version.seq
             total += manifest.delta.size_bytes if manifest.delta is not None else 0
     except DeltaError as error:
         logger.warning("delta sync: cannot see how long the chain is, an anchor comes later: %s", error)
-    return total
+    return total, -1

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from delta_wire.acks import Ack
 from delta_wire.bucket import Published
 from delta_wire.digest import Digest
 from delta_wire.errors import RateLimitedError, StoreError
@@ -129,7 +130,7 @@ class Publisher:
         self._durable_seq = self._start_seq
         self._pending: _Item | None = None
         self._in_flight: _Item | None = None
-        self._reported_outage = False
+        self._reported_outage = self._reported_refusal = False
         self._closing = False
         self._abandon = threading.Event()
         self._changed = threading.Condition()
@@ -171,6 +172,29 @@ class Publisher:
         """Monotonic time at which a version became durable; that of the session's start for older ones."""
         with self._changed:
             return self._since_s.get(seq, self._since_s[self._start_seq])
+
+    def heed(self, acks: list[Ack]) -> None:
+        """Take note of what servers ask for in their acknowledgements, all that there are. From any thread."""
+        maker, run = self._anchor_maker, self.writer.version.run
+        if maker is not None:
+            maker.requests.heed(acks, run, self._durable_seq)
+            with self._changed:
+                self._changed.notify_all()
+            return
+        ack = next((ack for ack in acks if ack.needs_anchor is not None and ack.needs_anchor.run == run), None)
+        if ack is not None and not self._reported_refusal:
+            self._reported_refusal = True
+            logger.warning(
+                "delta sync: server %s cannot get past version %s and needs an anchor, which "
+                "delta_sync_anchor_factor=0 forbids; restore what it misses, or resume training with another one: %s",
+                ack.server,
+                ack.needs_anchor,
+                ack.reason,
+            )
+
+    @property
+    def _anchor_maker(self) -> AnchorMaker | None:
+        return self._anchors
 
     def take_turn(self, step: int, due: bool) -> bool:
         """Whether to extract and hand over the weights of this step, which are `due`. Called after every step."""
@@ -230,8 +254,14 @@ class Publisher:
         """The next item, now in flight; `None` once the publisher is closed."""
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: self._pending is not None or self._closing)
+                self._changed.wait_for(lambda: self._pending is not None or self._closing or self._is_asked())
                 item, self._pending = self._pending, None
+                if item is None and not self._closing:
+                    # a server needs an anchor, and training may be waiting for it: a version without a change
+                    seq = self._durable_seq
+                    item = _Item({}, self._digests[seq], self._contains[seq], time.monotonic())
+                    self._in_flight = item
+                    return item
                 if item is None or item.delta:
                     self._in_flight = item
                     return item
@@ -275,6 +305,9 @@ class Publisher:
     def _advance_mirror(self, mirror: dict[str, np.ndarray], delta: Delta) -> None:
         for name, part in delta.items():
             mirror[name][part.indices] = part.new
+
+    def _is_asked(self) -> bool:
+        return self._anchors is not None and self._anchors.asked
 
     def _make_anchor(self, item: _Item) -> AnchorPart | None:
         if self._anchors is None or not self._anchors.due:

@@ -68,6 +68,7 @@ class ReplayedAnchors(AnchorMaker):
         """
         state = self._state
         assert state is not None, "only what is ready can be made"
+        self._begin(manifest.version.seq)
         try:
             # those that have been published since the thread began
             for step in state.reader.chain(state.digest, self._newest) or ():
@@ -118,6 +119,14 @@ class ReplayedAnchors(AnchorMaker):
 
     def _postpone(self, what: str, error: Exception) -> None:
         logger.warning("delta sync: no anchor for %s this time: %s", what, error)
+        ack = self.requests.open_after(self._anchor_seq)
+        if ack is not None:
+            logger.warning(
+                "delta sync: server %s needs that anchor, and a training on several processes can make it only out of "
+                "what the bucket holds since the last one: restore what is missing there, or resume training from its "
+                "last checkpoint.",
+                ack.server,
+            )
         self._wait_longer()
         self._drop()
 

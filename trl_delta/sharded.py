@@ -28,6 +28,7 @@ from delta_wire.refs import ObjectRef
 from delta_wire.shards import Shard
 from delta_wire.state import Delta, OldBits, TensorTable
 from delta_wire.stores import Store
+from trl_delta.anchors import AnchorMaker
 from trl_delta.publisher import Publisher, _Item
 from trl_delta.ranks import RankError, Ranks
 from trl_delta.replica import ReplayedAnchors
@@ -88,7 +89,7 @@ class PartWriter:
         self._next_seq = next_seq
         self._writer = writer
         self._shards = shards
-        self._anchors = anchors
+        self.anchors = anchors
         self._number = 0
         self._round: _Round | None = None
 
@@ -188,8 +189,8 @@ class PartWriter:
                 f"with {expected}; their parts do not begin at version {self.version}"
             )
         published = self._writer.commit(parts, step=step, make_anchor=self._make_anchor) if parts else None
-        if published is not None and self._anchors is not None:
-            self._anchors.published(published.manifest)
+        if published is not None and self.anchors is not None:
+            self.anchors.published(published.manifest)
         self._ranks.remove(self._key("anchor"))
         for rank in range(self._ranks.count):
             self._ranks.remove(self._key(rank))
@@ -200,10 +201,10 @@ class PartWriter:
         return manifest
 
     def _make_anchor(self, manifest: Manifest) -> AnchorPart | None:
-        if self._anchors is None or not self._anchors.ready:
+        if self.anchors is None or not self.anchors.ready:
             return None
         self._ranks.put(self._key("anchor"), True)
-        return self._anchors.make_for(manifest)
+        return self.anchors.make_for(manifest)
 
     def _gather(self) -> tuple[list[Part], Digest]:
         parts: list[Part] = []
@@ -292,6 +293,7 @@ class ShardedPublisher(Publisher):
         self._begun: deque[_Item] = deque()
         # an error of the thread, until all processes act on it after the same step
         self._error: Exception | None = None
+        self._parts = writer
         super().__init__(
             writer, step=step, encoding=encoding, mirror=mirror, retry_min_s=retry_min_s, retry_max_s=retry_max_s
         )
@@ -330,6 +332,11 @@ class ShardedPublisher(Publisher):
             self.failure = error
             return True
         return self._act_on(told, True)
+
+    @property
+    def _anchor_maker(self) -> AnchorMaker | None:
+        # the version that has it is made in a round of all processes
+        return self._parts.anchors
 
     @property
     def stopped(self) -> Exception | None:

@@ -34,7 +34,7 @@ class Reporter:
     def report(self) -> None:
         """Write the ack if there is news."""
         status = self._status
-        news = (status.version, status.digest, status.state, status.reason)
+        news = (status.version, status.digest, status.state, status.reason, status.needs_anchor)
         if not self._settings.ack or status.state == "waiting" or news == self._reported:
             return
         ack = Ack(
@@ -45,6 +45,7 @@ class Reporter:
             reason=status.reason,
             pause_ms=status.pause_ms,
             served_unix_s=status.served_unix_s,
+            needs_anchor=status.needs_anchor,
         )
         try:
             self._subscriber.write_ack(ack)

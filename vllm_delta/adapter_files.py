@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from delta_wire.checkpoint import Checkpoint
-from delta_wire.errors import DeltaError, DigestMismatchError, ObjectNotFoundError, StoreError
+from delta_wire.errors import DeltaError, ObjectNotFoundError, SetupError, StoreError
 from delta_wire.manifest import Manifest
 from delta_wire.replay import State, rebuild, write_checkpoint
 from vllm_delta.subscriber import Subscriber
@@ -43,7 +43,7 @@ class AdapterFiles:
             raise
         if found != target.digest:
             self._state = None
-            raise DigestMismatchError(
+            raise SetupError(
                 f"{folder}: expected version {target.version} with digest {target.digest}, found {found} after "
                 "writing; the disk or the memory of this machine is at fault"
             )
@@ -65,7 +65,7 @@ class AdapterFiles:
                     self._state.apply(manifest)
             except DeltaError as error:
                 outage = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
-                if outage or reader.restart_point(target).version.seq <= self._state.version.version.seq:
+                if outage or not self._subscriber.has_anchor_after(self._state.version.version, target):
                     raise
                 # only a later anchor leads past a delta that cannot be used
                 logger.warning("going on from an anchor: %s", error)

@@ -19,6 +19,7 @@ from delta_wire.manifest import Manifest
 from vllm_delta.adapter_files import AdapterFiles
 from vllm_delta.adapter_label import adapter_label
 from vllm_delta.course import Course
+from vllm_delta.cut import Cut
 from vllm_delta.engine import Engine
 from vllm_delta.live import Live
 from vllm_delta.ranks import Ranks
@@ -39,6 +40,7 @@ class AdapterRun:
         ranks (`Ranks`): side work on the ranks.
         subscriber (`Subscriber`): the bucket.
         course (`Course`): whether versions lead on.
+        cut (`Cut`): whether anything leads there.
         settings (`Settings`): of the server.
         status (`Status`): what is served.
         hold (callable): generate nothing until everything is proven again; raises.
@@ -50,6 +52,7 @@ class AdapterRun:
         ranks: Ranks,
         subscriber: Subscriber,
         course: Course,
+        cut: Cut,
         settings: Settings,
         status: Status,
         hold: Callable[[str, int | None], NoReturn],
@@ -58,6 +61,7 @@ class AdapterRun:
         self._ranks = ranks
         self._subscriber = subscriber
         self._course = course
+        self._cut = cut
         self._settings = settings
         self._status = status
         self._hold = hold
@@ -86,6 +90,7 @@ class AdapterRun:
             )
         while self.position is None or self._course.leads_on(self.position, target):
             self._advance(here, target, adapter)
+        self._cut.over()
         self._status.serving(self.position.version, self.position.digest, self._course.remark)
 
     def prove(self) -> str | None:
@@ -106,7 +111,8 @@ class AdapterRun:
     def _advance(self, here: Live, target: Manifest, adapter: Adapter) -> None:
         if self.position is not None:
             self._subscriber.refuse_fork(self.position, target)
-        folder = self._files.stage(target)
+        with self._cut.noticed(target):
+            folder = self._files.stage(target)
         self._require_read(self._ranks.job("plan_adapter", folder, adapter.name), target, folder)
         self._status.staged(target.version.seq, sum(file.stat().st_size for file in folder.iterdir()))
         label = adapter_label(str(target.version), adapter.name)

@@ -29,6 +29,7 @@ from delta_wire.manifest import POINTER_KEY, Manifest
 from vllm_delta.acks import Reporter
 from vllm_delta.adapter_run import AdapterRun
 from vllm_delta.course import Course
+from vllm_delta.cut import Cut
 from vllm_delta.engine import Engine, EngineStopped
 from vllm_delta.layout import total
 from vllm_delta.live import Live
@@ -87,7 +88,10 @@ class Coordinator:
         self._polling = Polling(settings.poll_s)
         self._course = Course(subscriber, settings.bucket)
         self._reporter = Reporter(subscriber, settings, self.status)
-        self.adapter = AdapterRun(engine, ranks, subscriber, self._course, settings, self.status, self._hold)
+        self._cut = Cut(subscriber, settings, self.status)
+        self.adapter = AdapterRun(
+            engine, ranks, subscriber, self._course, self._cut, settings, self.status, self._hold
+        )
 
     def step(self) -> float:
         """Do what can be done now. Never raises except [`EngineStopped`].
@@ -224,6 +228,7 @@ class Coordinator:
         self._polling.found(news=self._position.version != target.version)
         while self._course.leads_on(self._position, target):
             self._advance(self._position, target)
+        self._cut.over()
         self.status.serving(self._position.version, self._position.digest, self._course.remark)
 
     def _follow_adapter(self, target: Manifest, adapter: Adapter) -> None:
@@ -234,8 +239,9 @@ class Coordinator:
 
     def _advance(self, position: Position, target: Manifest) -> None:
         """Stage and commit one change that leads to the target or to an anchor on the way."""
-        past = self._wrong == target.sha256 and self._subscriber.can_go_past(position, target)
-        staged = self._subscriber.stage(position, target, past=past)
+        past = self._wrong == target.sha256 and self._subscriber.has_anchor_after(position.version, target)
+        with self._cut.noticed(target):
+            staged = self._subscriber.stage(position, target, past=past)
         try:
             self._commit(position, staged)
         finally:
@@ -255,7 +261,8 @@ class Coordinator:
         replies = self._ranks.job(staged.kind, staged.path)
         try:
             # from the old bits as they are now: what cannot be right is refused before a weight is written
-            transaction.expect(replies)
+            with self._cut.noticed(manifest):
+                transaction.expect(replies)
         except DigestMismatchError as error:
             # the delta is wrong, or what it was to change is no longer what was proven
             if self._wrong != manifest.sha256:

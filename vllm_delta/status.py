@@ -43,6 +43,7 @@ class Status:
         self._adapter: Adapter | None = None
         self._remark: str | None = None
         self.served_unix_s = time.time()
+        self.needs_anchor: VersionId | None = None
         self._staged_seq: int | None = None
         self._num_ranks = 0
         self._commits = 0
@@ -94,6 +95,11 @@ class Status:
     def aims_at(self, target: VersionId | None) -> None:
         with self._lock:
             self.target = target
+
+    def needs(self, version: VersionId | None) -> None:
+        """Nothing leads to this version, and only an anchor after it will lead on; `None` when that is over."""
+        with self._lock:
+            self.needs_anchor = version
 
     def staged(self, seq: int, num_bytes: int) -> None:
         with self._lock:
@@ -148,6 +154,7 @@ class Status:
                 "adapter": None if self._adapter is None else self._adapter.to_json(),
                 "target_seq": None if target is None else target.seq,
                 "lag_versions": lag,
+                "needs_anchor": None if self.needs_anchor is None else str(self.needs_anchor),
                 "staged_seq": self._staged_seq,
                 "commits": self._commits,
                 "last_commit_ms": self._last_commit_ms,

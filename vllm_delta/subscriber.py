@@ -143,7 +143,7 @@ class Subscriber:
                     return self._stage_delta(chain, target)
             except (FormatError, ObjectNotFoundError) as error:
                 # once may be a bad moment; for good, only a later anchor leads on
-                if not self._seen_before(error) or not self.can_go_past(position, target):
+                if not self._seen_before(error) or not self.has_anchor_after(position.version, target):
                     raise
                 logger.warning("going on from an anchor: %s", error)
                 return self.stage_checkpoint(target)
@@ -191,10 +191,14 @@ class Subscriber:
             "bucket of its own and restart the server on the one to follow."
         )
 
-    def can_go_past(self, position: Position, target: Manifest) -> bool:
-        """Whether an anchor lies between a position and a version, so that the deltas between need not be used."""
-        restart = self.reader.restart_point(target)
-        return restart.version.run != position.version.run or restart.version.seq > position.version.seq
+    def has_anchor_after(self, version: VersionId, target: Manifest) -> bool:
+        """Whether the newest version can be reached by way of an anchor that is later than a version, as far as can be
+        seen; the deltas before that anchor need not be used then."""
+        try:
+            restart = self.reader.restart_point(target).version
+        except (FormatError, ObjectNotFoundError):
+            return False
+        return restart.run != version.run or restart.seq > version.seq
 
     def watch(self, on_change: Callable[[], None]) -> Callable[[], None] | None:
         """Call `on_change`, from another thread, when there may be a new version; returns what ends it.

@@ -29,6 +29,7 @@ def verify(bucket: str, base: Path | None, as_json: bool) -> None:
     \b
     Example: delta-wire verify runs/demo/bucket
     """
+    from delta_wire.fleet import LOST
     from delta_wire.replay import verify as replay
 
     reader = open_reader(bucket)
@@ -48,5 +49,9 @@ def verify(bucket: str, base: Path | None, as_json: bool) -> None:
         print_json({"bucket": reader.store.url, "ok": not failed, "versions": [asdict(check) for check in checks]})
     else:
         say(f"{len(checks) - len(failed)} of {len(checks)} versions proven")
+        if failed and not checks[-1].ok:
+            say(f"the newest version cannot be rebuilt: restore what is named above; {LOST}")
+        elif failed:
+            say("the newest version is proven: a later anchor leads past what failed")
     if failed:
         raise click.exceptions.Exit(EXIT_REFUSED)

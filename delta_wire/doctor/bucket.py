@@ -15,7 +15,7 @@ from delta_wire.bucket import BucketReader
 from delta_wire.checkpoint import Checkpoint, resolve_reference
 from delta_wire.doctor import Context, Finding, ok, problem, warning
 from delta_wire.errors import DeltaError, ObjectNotFoundError, SetupError, SignatureError, StoreError
-from delta_wire.fleet import from_bucket
+from delta_wire.fleet import LOST, from_bucket
 from delta_wire.manifest import Manifest
 from delta_wire.signing import Verifier
 from delta_wire.stores import Store, open_store
@@ -163,7 +163,7 @@ def _run(reader: BucketReader, latest: Manifest) -> Iterator[Finding]:
         yield problem(
             "run",
             f"{reader.store.url}/{missing[-1]} is missing, and {len(missing) - 1} more",
-            "restore it, or start a new run in an empty bucket; servers stay on the version before it",
+            f"restore it; {LOST}",
         )
     else:
         chain = latest.version.seq - restart.version.seq
@@ -198,7 +198,13 @@ def _servers(reader: BucketReader) -> Iterator[Finding]:
     except ObjectNotFoundError:
         replicas = []
     for replica in replicas:
-        if replica.state == "degraded":
+        if replica.needs_anchor is not None:
+            yield problem(
+                f"server {replica.server}",
+                f"serves {replica.version} and cannot get past {replica.needs_anchor}: {replica.reason}",
+                LOST,
+            )
+        elif replica.state == "degraded":
             yield problem(
                 f"server {replica.server}",
                 f"degraded, serving {replica.version}: {replica.reason}",

@@ -20,8 +20,13 @@ import pytest
 from training import Training, pointed_to
 from vllm_server import Server, WarmStart, serve
 
+from delta_wire.acks import read_acks
 from delta_wire.bucket import BucketWriter
 from delta_wire.manifest import manifest_key
+from delta_wire.stores import open_store
+from trl_delta.acks import AckWatcher
+from trl_delta.anchors import AnchorMaker
+from trl_delta.publisher import Publisher
 
 pytestmark = pytest.mark.e2e
 
@@ -111,6 +116,33 @@ class Pair:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target.with_name(".unfinished"))
             target.with_name(".unfinished").replace(target)
+
+    def answer_request(self) -> None:
+        """What the server asks its trainer for in its ack, a real publisher does: a version with an anchor.
+
+        It changes nothing, for nobody trains meanwhile, and says what the version before it says.
+        """
+        training, writer = self.training, self._writer
+        anchors = AnchorMaker(writer.store, training.table, writer.head, factor=1e9, files=training.base)
+        publisher = Publisher(
+            writer,
+            step=0,
+            anchors=anchors,
+            snapshot=lambda name: training.bits[name].copy().reshape(training.table[name].shape),
+        )
+        watcher = AckWatcher(lambda: read_acks(open_store(self.bucket)), publisher)
+        try:
+            deadline_s = time.monotonic() + 120
+            while not publisher.records:
+                assert time.monotonic() < deadline_s, "the publisher has heard of no request"
+                time.sleep(0.01)
+        finally:
+            watcher.close()
+            publisher.close(60)
+        before, made = self.version, pointed_to(training.bucket)
+        assert made.anchor is not None and made.anchor.objects and made.digest == training.digest
+        self.version = str(made.version)
+        self.expected[self.version] = self.expected[before]
 
     def arm(self, rank: int, *faults: str) -> None:
         body = {"method": "delta_arm", "args": [rank, list(faults)]}
@@ -246,6 +278,10 @@ def test_a_missing_version(pair: Pair):
         status = pair.live.wait(lambda s: s["state"] == "degraded", "the gap to be refused")
         assert status["seq"] == seq - 1 and status["target_seq"] == seq + 1
         assert manifest_key(seq) in status["reason"]
-        pair.release()
+        # it is lost for good: nothing but an anchor leads on, and that has to be asked for
+        pair.live.wait(lambda s: s["needs_anchor"] == pair.version, "the server to need an anchor")
+        pair.answer_request()
+        pair.release(without=manifest_key(seq))
         pair.require_recovery(witness)
+        assert not (pair.bucket / manifest_key(seq)).exists()
     pair.check(witness.answers)

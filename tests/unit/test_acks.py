@@ -28,6 +28,7 @@ class FakePublisher:
     def __init__(self, durable_seq: int):
         self.durable_seq = durable_seq
         self.since_s = time.monotonic()
+        self.heeded: list[Ack] = []
         self.writer = type("Writer", (), {"version": VersionId(RUN, 1, 0)})()
 
     def digest_of(self, seq: int) -> Digest | None:
@@ -35,6 +36,9 @@ class FakePublisher:
 
     def step_of(self, seq: int) -> int | None:
         return 10 * seq if seq <= self.durable_seq else None
+
+    def heed(self, acks: list[Ack]) -> None:
+        self.heeded = acks
 
     def durable_since_s(self, seq: int) -> float:
         return self.since_s
@@ -107,6 +111,13 @@ def test_a_server_that_advances_carries_the_step(make_servers):
     assert servers.say(ack("a", 4)) == 4
     assert servers.watcher.step == 40
     assert servers.watcher.servers["a"].pause_ms == 1.5
+
+
+def test_what_servers_ask_for_is_passed_on_whether_they_count_or_not(make_servers):
+    servers = make_servers(expected_servers=3)
+    asks = [ack("a", 4), ack("b", 4, run="other")]
+    assert servers.say(*asks) is None
+    assert servers.publisher.heeded == asks
 
 
 def test_the_slowest_server_decides(make_servers):

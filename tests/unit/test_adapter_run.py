@@ -15,10 +15,13 @@ import pytest
 from fake_server import FakeEngine, FakeWorker, write_checkpoint
 
 from delta_wire.adapter import Adapter
+from delta_wire.anchors import stream_anchor
 from delta_wire.bucket import BucketWriter
 from delta_wire.checkpoint import ADAPTER_CONFIG, ADAPTER_FILE, Checkpoint
 from delta_wire.container import write_tensors
 from delta_wire.digest import Digest
+from delta_wire.manifest import Manifest
+from delta_wire.state import TensorDelta, change_of_digest
 from delta_wire.stores import open_store
 from vllm_delta import versions
 from vllm_delta.adapter_label import ADAPTER_ID, NO_PATH, adapter_label, version_for
@@ -49,7 +52,7 @@ class Server:
         adapter = write_adapter(folder / "adapter")
         checkpoint = Checkpoint(adapter)
         described = Adapter("policy", 2, Checkpoint(self.base).digest() if base is None else base, "me/base@1")
-        BucketWriter.start(
+        self.writer = BucketWriter.start(
             open_store(folder / "bucket", create=True),
             table=checkpoint.table(),
             digest=checkpoint.digest(),
@@ -141,6 +144,35 @@ def test_a_version_is_put_in_place_labelled_and_proven(slotted):
     proof = answer.result(timeout=0)
     assert proof["equal"] and proof["version"] == status["version"] and proof["digest"] == status["digest"]
     assert proof["base_digest"] == str(Checkpoint(server.base).digest())
+
+
+def test_an_adapter_cut_off_from_the_newest_asks_for_an_anchor_and_goes_on_from_it(slotted):
+    server, slot = slotted
+    server.step()
+    bits, writer = BITS.copy(), server.writer
+    name = "base_model.model.q.lora_A.weight"
+
+    def publish(anchor: bool = False) -> Manifest:
+        old = bits.reshape(-1)[:1].copy()
+        bits.reshape(-1)[0] += 1
+        delta = {name: TensorDelta(name, np.zeros(1, np.int32), bits.reshape(-1)[:1].copy(), old)}
+        digest = writer.digest + change_of_digest(delta)
+        kwargs = {"seq": writer.next_seq, "digest": digest, "files": server.base.with_name("adapter")}
+        made = stream_anchor(writer.store, writer.table, lambda _: bits, single_file=ADAPTER_FILE, **kwargs)
+        return writer.publish(delta, digest=digest, step=None, anchor=made if anchor else None).manifest
+
+    lost = publish()
+    assert lost.delta is not None
+    writer.store.delete([lost.delta.objects[0].key])
+    newest = publish()
+    statuses = [server.step() for _ in range(5)]
+    assert [status["needs_anchor"] for status in statuses] == [None, None, None, *[str(newest.version)] * 2]
+    assert statuses[-1]["seq"] == 0 and "the trainer is asked for one" in statuses[-1]["reason"]
+    publish(anchor=True)
+    last = publish()
+    status = server.step()
+    assert (status["version"], status["state"], status["needs_anchor"]) == (str(last.version), "serving", None)
+    assert np.array_equal(Checkpoint(slot.held).bits(name), bits)
 
 
 @pytest.mark.parametrize(

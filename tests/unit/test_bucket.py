@@ -24,7 +24,7 @@ from delta_wire.errors import (
     UnsupportedFormatError,
     WriterConflictError,
 )
-from delta_wire.manifest import Ack, Manifest, ObjectRef, Pointer, manifest_key
+from delta_wire.manifest import Ack, Manifest, ObjectRef, Pointer, VersionId, manifest_key
 from delta_wire.state import TensorDelta, TensorSpec, TensorTable, compose, num_changed, whole
 from delta_wire.stores.memory import MemoryStore
 
@@ -690,11 +690,18 @@ def test_acks(run, caplog):
     reader = run.reader()
     ack = Ack("server-1", run.writer.version, run.writer.digest, "serving", None, 1.5, 100.0)
     reader.write_ack(ack)
-    reader.write_ack(dataclasses.replace(ack, server="server-2", state="degraded", reason="disk full"))
+    cut_off = dataclasses.replace(
+        ack, server="server-2", state="degraded", reason="disk full", needs_anchor=VersionId("abc", 2, 7)
+    )
+    reader.write_ack(cut_off)
+    # a field that is not said is not there, and one that is none is refused
+    assert b"needs_anchor" not in ack.to_bytes()
+    run.store.put("acks/wrong.json", cut_off.to_bytes().replace(b'{"run":"abc"', b'{"run":"not one"'))
     run.store.put("acks/torn.json", b"{")
     run.store.put("acks/liar.json", ack.to_bytes())
     run.store.put("acks/huge.json", b"x" * 100_000)
     with caplog.at_level("WARNING"):
         acks = run.writer.acks()
     assert [(a.server, a.state) for a in acks] == [("server-1", "serving"), ("server-2", "degraded")]
-    assert sum("ignoring an ack" in record.message for record in caplog.records) == 3
+    assert acks == [ack, cut_off]
+    assert sum("ignoring an ack" in record.message for record in caplog.records) == 4

@@ -182,6 +182,11 @@ def test_verify(command, bucket, run):
     assert path.name in result.json["versions"][2]["reason"]
     text = command("verify", bucket)
     assert text.code == 1 and text.out.count("FAILED") == 2 and path.name in text.err
+    # what comes of it, and what to do
+    assert "the newest version cannot be rebuilt" in text.err and "resume it" in text.err
+    run.publish_anchor()
+    text = command("verify", bucket)
+    assert text.code == 1 and "the newest version is proven" in text.err
 
 
 def test_checkout(command, bucket, run, tmp_path):

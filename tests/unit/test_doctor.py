@@ -139,6 +139,13 @@ def degraded_server(healthy):
     )
 
 
+def server_that_is_cut_off(healthy):
+    run = healthy.run
+    run.reader().write_ack(
+        Ack("server-1", None, None, "degraded", "delta gone", 2.0, 1.0, needs_anchor=run.writer.version)
+    )
+
+
 def quantised_checkpoint(healthy):
     (healthy.run.base / "config.json").write_text(json.dumps({"dtype": "bfloat16", "quantization_config": {}}))
 
@@ -165,6 +172,7 @@ PLANTED = [
     (unknown_encoding, "encoding", "DELTA_SYNC_ENCODING='zip'", "packed"),
     (started_in_a_checkout, "working folder", "triton_kernels", "another folder"),
     (degraded_server, "server server-1", "q_proj was repacked", "mend"),
+    (server_that_is_cut_off, "server server-1", "delta gone", "ask for an anchor"),
     (quantised_checkpoint, "checkpoint", "it is quantised", "unquantised"),
     (float16_checkpoint, "checkpoint", "float16", "delta-wire checkout"),
 ]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from delta_wire.acks import Ack
 from delta_wire.bucket import BucketReader
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.errors import SetupError, SignatureError
@@ -87,6 +88,25 @@ def test_an_anchor_is_of_the_version_in_flight_while_training_goes_on(model, tmp
     reader = BucketReader(open_store(tmp_path / "bucket"))
     checks = list(verify(reader))
     assert all(check.ok for check in checks) and sum("anchor" in check.checks for check in checks) >= 2
+
+
+def test_a_server_that_asks_gets_an_anchor_of_the_weights_as_they_are(model, tmp_path: Path):
+    session = DeltaSyncSession(str(tmp_path / "bucket"), DeltaSyncConfig())
+    session.start(model)
+    train(session, model, 2)
+    reader = BucketReader(open_store(tmp_path / "bucket"))
+    lost = reader.manifest(1)
+    assert lost.delta is not None
+    reader.store.delete([lost.delta.objects[0].key])
+    cut_off = Ack("a", None, None, "degraded", "lost", None, 1.0, needs_anchor=reader.manifest(2).version)
+    reader.write_ack(cut_off)
+    deadline_s = time.monotonic() + 60
+    while session.publisher.durable_seq < 3:
+        assert time.monotonic() < deadline_s, "the request was not heard"
+        time.sleep(0.01)
+    assert session.finish()
+    made = reader.manifest(3)
+    assert made.anchor is not None and made.anchor.objects and has(reader, 3, model)
 
 
 def test_without_retention_or_anchors_everything_stays(model, tmp_path: Path):
