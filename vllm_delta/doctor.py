@@ -94,7 +94,7 @@ def _wrong_flags(given: Mapping[str, str]) -> Iterator[Finding]:
             f"--quantization {given['quantization']}: quantised weights are not those of the checkpoint",
             "serve without --quantization",
         )
-    if given.get("dtype", "auto") not in ("auto", "bfloat16"):
+    if given.get("dtype", "auto") not in ("auto", "bfloat16", "float32"):
         yield problem("vllm flags", f"--dtype {given['dtype']}", "serve with --dtype bfloat16")
     if given.get("load-format") == "dummy":
         yield problem(
