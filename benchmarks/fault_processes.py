@@ -112,6 +112,8 @@ def unload(model: FakeModel) -> Bits:
         "down.weight": live["down"].T,
         "norm.weight": live["norm"],
         "scale": live["scale"],
+        # upper halves
+        "router.weight": live["router"][:, 1::2],
     }
     assert found.keys() == SHAPES.keys()
     return {name: array.view(np.uint16) for name, array in found.items()}

@@ -37,6 +37,10 @@ class Block:
         """Whether the elements follow each other without a gap."""
         return self.stop - self.start == self.num_elements
 
+    def halves(self, upper: bool) -> Block:
+        """The upper or lower halves of elements of twice the size, counted in halves as they lie in memory."""
+        return Block(2 * self.start + upper, self.sizes, tuple(2 * step for step in self.steps))
+
     def merged(self) -> Block:
         """The same elements in as few axes as possible: the form in which blocks of two ranks are compared."""
         axes = merge_axes([(size, (step,)) for size, step in zip(self.sizes, self.steps, strict=True) if size > 1])

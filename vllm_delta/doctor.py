@@ -106,7 +106,7 @@ def _wrong_flags(given: Mapping[str, str]) -> Iterator[Finding]:
             f"the server tries at its start; run so far: {', '.join(_QUANTISED_AND_RUN)}",
             "if /delta/status says degraded after the start, serve without --quantization",
         )
-    if given.get("dtype", "auto") not in ("auto", "bfloat16"):
+    if given.get("dtype", "auto") not in ("auto", "bfloat16", "float32"):
         yield problem("vllm flags", f"--dtype {given['dtype']}", "serve with --dtype bfloat16")
     if given.get("load-format") == "dummy":
         yield problem(

@@ -132,7 +132,7 @@ def refuse(problems: Mapping[str, str]) -> None:
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     raise LayoutError(
         f"the server cannot patch {len(problems)} tensors exactly: {shown}{more}. Serve a bf16 checkpoint with "
-        "--dtype bfloat16 and without options that repack weights."
+        "--dtype bfloat16 (or float32) and without options that repack weights."
     )
 
 

@@ -24,22 +24,30 @@ class Order:
 
     Args:
         places (`np.ndarray`): `[S]`, for each element of a slab as the loader sees it, where it lies in the slab.
+        width (`int`, *optional*, defaults to `1`): how many positions an element takes, which stay together.
     """
 
     places: np.ndarray
+    width: int = 1
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """From positions in the loader's layout to positions in the storage."""
-        slabs, inside = np.divmod(positions, self.places.size)
-        return slabs * self.places.size + self.places[inside]
+        elements, part = (positions, 0) if self.width == 1 else np.divmod(positions, self.width)
+        slabs, inside = np.divmod(elements, self.places.size)
+        return (slabs * self.places.size + self.places[inside]) * self.width + part
 
 
-def order_of(transform: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]) -> Order:
-    """Find what a transform of one bf16 slab does to its elements.
+def order_of(
+    transform: Callable[[torch.Tensor], torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Order:
+    """Find what a transform of one slab does to its elements.
 
     Args:
         transform (`Callable`): opaque.
         shape (`tuple`): of a slab.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`): of a slab.
 
     Raises:
         LayoutError: it is no permutation.
@@ -49,14 +57,14 @@ def order_of(transform: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int
     found = torch.zeros(size, dtype=torch.int64)
     # bf16 counts exactly to 256
     for shift in range(0, max(size - 1, 1).bit_length(), 8):
-        plane = ((numbers >> shift) & 255).to(torch.bfloat16).reshape(shape)
+        plane = ((numbers >> shift) & 255).to(dtype).reshape(shape)
         found |= transform(plane).reshape(-1).to(torch.int64) << shift
     # which loaded element lies at each place
     if not torch.equal(found.sort().values, numbers):
         raise LayoutError("vLLM's transform of the weights does more than to permute them")
     places = torch.empty_like(numbers)
     places[found] = numbers
-    return Order(places.to(torch.int32 if size < 1 << 31 else torch.int64).numpy())
+    return Order(places.to(torch.int32 if size < 1 << 31 else torch.int64).numpy(), dtype.itemsize // 2)
 
 
 def find_orders(model: torch.nn.Module, storages: list[torch.Tensor]) -> dict[int, Order]:
@@ -80,9 +88,9 @@ def find_orders(model: torch.nn.Module, storages: list[torch.Tensor]) -> dict[in
             if at is None:
                 continue
             shape: tuple[int, ...] = (1, *weight.shape[1:])
-            key = (isa, shape)
+            key = (isa, shape, weight.dtype)
             if key not in known:
-                known[key] = order_of(lambda slab, isa=isa: _repack(slab, isa), shape)
+                known[key] = order_of(lambda slab, isa=isa: _repack(slab, isa), shape, weight.dtype)
             orders[at] = known[key]
     return orders
 

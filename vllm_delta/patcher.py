@@ -10,7 +10,7 @@ Letters: `K` changed elements in one region of this rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -108,6 +108,9 @@ class Patcher:
                         relative=None if change.relative is None else change.relative[chosen],
                     )
                     self._add(plan, at, own, positions)
+                    if self._regions[at].widened:
+                        # like what changes, what must not is compared and read back in the commit
+                        self._clear(plan, at, positions - 1, expected=True)
         return _ready(plan)
 
     def plan_checkpoint(self, folder: Path) -> Plan:
@@ -127,6 +130,10 @@ class Patcher:
                     indices, positions = _dot(source, differs), _dot(target, differs)
                     own = TensorDelta(region.tensor, indices, np.ascontiguousarray(wanted[differs]))
                     self._add(plan, at, own, positions)
+            for lower in self._lower_halves(region):
+                dirty = np.nonzero(self._view(region.storage, lower).cpu().numpy())
+                if dirty[0].size:
+                    self._clear(plan, at, _dot(lower, dirty), expected=False)
         return _ready(plan)
 
     def _add(self, plan: Plan, at: int, change: TensorDelta, positions: np.ndarray) -> None:
@@ -152,6 +159,15 @@ class Patcher:
             - Digest(*kernels.digest_sparse(change.indices, old, keys))
         )
         plan.lanes[at] = (added.lane_0, added.lane_1)
+
+    def _clear(self, plan: Plan, at: int, positions: np.ndarray, expected: bool) -> None:
+        """Write zeros into lower halves, which no digest knows of; `expected` if they are zero already."""
+        storage = self._regions[at].storage
+        flat = self._storages[storage]
+        places = torch.from_numpy(self._ordered(storage, positions)).to(flat.device)
+        zeros = torch.zeros(positions.size, dtype=torch.int16, device=flat.device)
+        old = zeros if expected else kernels.gather(flat, places)
+        plan.parts.append(Part(at, kernels.Replacement(flat, places, old.clone(), zeros)))
 
     def commit(self, plan: Plan) -> LanesDict:
         """Write a plan and return what that added to the digest of each region.
@@ -193,7 +209,7 @@ class Patcher:
         """Digest of every region, over all of its live bits.
 
         Raises:
-            DigestMismatchError: something else has written into a computed part.
+            DigestMismatchError: something else has written into a computed part, or what lies beside the bits.
         """
         for part in self.computed:
             if not part.intact():
@@ -209,6 +225,8 @@ class Patcher:
                         self._view(region.storage, target), keys, start=source.start, steps=source.steps
                     )
                 )
+            if wrong := self._num_not_widened(region):
+                raise DigestMismatchError(f"{region.param}: {wrong} elements of the live float32 are no bf16 values")
             result[at] = (sums.lane_0, sums.lane_1)
         return result
 
@@ -230,7 +248,21 @@ class Patcher:
                     f"{wrong} of {live.size} samples of the live {region.param} are not what the checkpoint holds: "
                     "the server repacks, quantises or derives it, or loaded other weights",
                 )
+            if wrong := self._num_not_widened(region):
+                problems.setdefault(
+                    region.tensor,
+                    f"{wrong} elements of the live float32 {region.param} are no bf16 values: the server derives it, "
+                    "or loaded other weights",
+                )
         return problems
+
+    def _num_not_widened(self, region: Region) -> int:
+        return sum(int(torch.count_nonzero(self._view(region.storage, lower))) for lower in self._lower_halves(region))
+
+    def _lower_halves(self, region: Region) -> Iterator[Block]:
+        if region.widened:
+            for _, lower in self._pieces(replace(region, target=region.lower)):
+                yield lower
 
     def _ordered(self, storage: int, positions: np.ndarray) -> np.ndarray:
         order = self._orders.get(storage)
@@ -271,13 +303,7 @@ def _slices(region: Region, max_dims: int = 3, max_elements: int = 1 << 26) -> I
     per = 1 if len(source.sizes) > max_dims else max(1, max_elements // (source.num_elements // size))
     for at in range(0, size, per):
         count = min(per, size - at)
-        piece = Region(
-            region.tensor,
-            region.param,
-            region.storage,
-            _cut(source, at, count),
-            _cut(target, at, count),
-        )
+        piece = replace(region, source=_cut(source, at, count), target=_cut(target, at, count))
         yield from _slices(piece, max_dims, max_elements)
 
 

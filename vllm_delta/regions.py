@@ -3,12 +3,14 @@
 
 The loader is run over untouched tensors while every write to a live parameter is intercepted and not carried out. A
 `copy_` between views of a checkpoint tensor and of a parameter is a block of elements that moves as it is: fused
-projections, tensor parallelism and replicated heads come out of it without a line about any model. Whatever else a
-loader does to a parameter (arithmetic, permutations, casts) is not such a block and is refused by name.
+projections, tensor parallelism and replicated heads come out of it without a line about any model. A copy into float32
+is one, too: the checkpoint's bits are the upper half of each element there, and the lower half is zero. Whatever else
+a loader does to a parameter (arithmetic, permutations, other casts) is not such a block and is refused by name.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -40,7 +42,9 @@ class Region:
         param (`str`): name of the live parameter.
         storage (`int`): which of the rank's storages.
         source (`Block`): in flat checkpoint indices.
-        target (`Block`): in elements of the storage; its steps belong to the axes of `source` and may have any order.
+        target (`Block`): in 16-bit elements of the storage; its steps belong to the axes of `source` and may have any
+            order.
+        widened (`bool`): the live elements are float32; `target` is their upper halves.
     """
 
     tensor: str
@@ -48,6 +52,12 @@ class Region:
     storage: int
     source: Block
     target: Block
+    widened: bool = False
+
+    @property
+    def lower(self) -> Block:
+        """The lower halves of widened elements, all of them zero."""
+        return Block(self.target.start - 1, self.target.sizes, self.target.steps)
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray | slice, np.ndarray]:
         """Find the elements of a sparse change that lie in this region.
@@ -165,7 +175,9 @@ class _Tracer(TorchDispatchMode):
             self._refuse(target, "its loader computes a new tensor instead of copying a view of the checkpoint's")
             return
         name = known[0]
-        if target.dtype != torch.bfloat16 or source.dtype != torch.bfloat16:
+        # a bf16 value is the upper half of the same value in float32, which lies second in memory
+        widened = target.dtype == torch.float32 and sys.byteorder == "little"
+        if not (target.dtype == torch.bfloat16 or widened) or source.dtype != torch.bfloat16:
             self._refuse(target, f"the server holds it as {target.dtype}, format 1 carries torch.bfloat16", name)
             return
         if target.numel() == 0:
@@ -180,12 +192,17 @@ class _Tracer(TorchDispatchMode):
         if key not in self._storage_of:
             self._storage_of[key] = len(self.result.storages)
             self.result.storages.append(flat_bits(live))
-        self.result.regions.append(Region(name, param, self._storage_of[key], from_block, to_block))
+        if widened:
+            to_block = to_block.halves(upper=True)
+        self.result.regions.append(Region(name, param, self._storage_of[key], from_block, to_block, widened))
 
     def _fill(self, target: torch.Tensor) -> None:
         # padding rows; harmless unless a checkpoint element lives there
         if target.numel():
-            self._fills.add((_storage_key(target), _blocks_of([target])[0]))
+            (block,) = _blocks_of([target])
+            wide = target.element_size() == 4
+            for part in [block.halves(upper) for upper in (False, True)] if wide else [block]:
+                self._fills.add((_storage_key(target), part))
 
     def finish(self) -> Trace:
         """Find live parameters that no checkpoint tensor feeds, and writes that collide."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts that the map cannot express are refused by a real server at its start, with names and reason.
+"""Layouts that the map cannot express are refused by a real server at its start, with names and reason, float32 not.
 
 Among them are those that vLLM's own ways to update weights answer with success and wrong weights: its sparse patches
 and its reload do so with expert weights that a CPU kernel has permuted, its reload with tied ones that were packed.
@@ -22,7 +22,6 @@ OTHER = "--worker-extension-cls=other_layouts.Other"
 @pytest.mark.parametrize(
     ("kind", "layout", "name", "reason"),
     [
-        ("qwen3", "float32", "input_layernorm.weight", "the server holds it as torch.float32"),
         ("qwen3-moe", "permuted", "experts.0.gate_proj.weight", "of 64 samples"),
         ("qwen3-tied", "packed head", "embed_tokens.weight", "keeps a packed copy"),
     ],
@@ -44,9 +43,7 @@ def test_what_the_map_cannot_express_is_refused(
         "PYTHONPATH": str(Path(__file__).parents[1] / "support"),
         "TEST_LAYOUT": layout,
     }
-    # of two types the last counts
-    flags = [OURS, "--dtype=float32"] if layout == "float32" else [OTHER]
-    with serve(training.base, tmp_path / "log", *flags, env=env, start=warm) as server:
+    with serve(training.base, tmp_path / "log", OTHER, env=env, start=warm) as server:
         refused = server.wait(lambda s: "the server cannot patch" in (s["reason"] or ""), "the refusal")
         entries = [entry for entry in refused["reason"].split("; ") if f"{name}: " in entry]
         assert entries and reason in entries[0], refused["reason"]
@@ -58,3 +55,24 @@ def test_what_the_map_cannot_express_is_refused(
         assert server.complete("The answer is", max_tokens=8)["logprobs"] == before
         status = server.status()
         assert (status["version"], status["commits"], status["state"]) == (None, 0, "degraded")
+
+
+def test_weights_in_float32_are_those_of_the_checkpoint(
+    tiny_model: Callable[[str], Path], warm: WarmStart, tmp_path: Path
+):
+    training = Training(tiny_model("qwen3"), tmp_path / "bucket")
+    writer = training.start()
+    env = {"DELTA_SYNC_BUCKET": str(training.bucket), "DELTA_SYNC_POLL_S": "0.05"}
+    # of two types the last counts
+    with serve(training.base, tmp_path / "log", OURS, "--dtype=float32", env=env, start=warm) as server:
+        server.wait(lambda s: s["state"] == "serving", "version 0")
+        answers = []
+        delta = training.change()
+        publish = [lambda: None, lambda: writer.publish(delta, digest=training.digest, step=None)]
+        for seq, act in enumerate([*publish, lambda: training.take_back(writer, delta)]):
+            act()
+            server.wait(lambda s, seq=seq: s["seq"] == seq and s["state"] == "serving", f"version {seq}")
+            answers.append(server.complete("The answer is", max_tokens=8)["logprobs"])
+            proof = server.verify()
+            assert proof["equal"] and (seq == 0 or proof["digest"] == str(training.digest))
+        assert answers[0] == answers[2] != answers[1]

@@ -34,7 +34,14 @@ pytestmark = pytest.mark.e2e
 PROMPTS = ["What is 12 plus 30?", "First count, then fill. " * 40]
 COMPILING = tuple(flag for flag in FLAGS if flag != "--enforce-eager")
 QUANTISING = "--quantization=fp8_per_channel"
-COMMON = {"eager": FLAGS, "compiled": COMPILING, "fp8": (*FLAGS, QUANTISING), "fp8-compiled": (*COMPILING, QUANTISING)}
+COMMON = {
+    "eager": FLAGS,
+    "compiled": COMPILING,
+    "fp8": (*FLAGS, QUANTISING),
+    "fp8-compiled": (*COMPILING, QUANTISING),
+    # of two types the last counts
+    "fp32": (*FLAGS, "--dtype=float32"),
+}
 
 
 @dataclass
@@ -162,9 +169,12 @@ LATENT = [("deepseek-v2", 1, 1, "eager")]
 # and where they are computed from a quantised one, as all the other projections are from the checkpoint's weights
 COMPUTED = [("deepseek-v2", 1, 1, "fp8")]
 ALL_COMPUTED = [*COMPUTED, ("qwen3", 2, 1, "fp8"), ("llama", 1, 1, "fp8-compiled")]
+# the checkpoint's bits are the upper halves of the live elements
+WIDENED = [("qwen3-tied", 1, 1, "fp32"), ("qwen3-moe", 2, 1, "fp32")]
 CELLS = [(*cell, 2) for cell in (*EAGER, *COMPILED, *COMPUTED)]
 CELLS += [
-    pytest.param(*cell, 20, marks=pytest.mark.matrix) for cell in (*EAGER, *ALL_COMPILED, *LATENT, *ALL_COMPUTED)
+    pytest.param(*cell, 20, marks=pytest.mark.matrix)
+    for cell in (*EAGER, *ALL_COMPILED, *LATENT, *ALL_COMPUTED, *WIDENED)
 ]
 
 

@@ -15,7 +15,7 @@ from delta_wire.checkpoint import Checkpoint
 from delta_wire.container import write_tensors
 from vllm_delta.worker import DeltaWorkerExtension
 
-HIDDEN, VOCAB, VOCAB_PADDED, QUERY, SHARED, INNER = 8, 10, 12, 16, 4, 12
+HIDDEN, VOCAB, VOCAB_PADDED, QUERY, SHARED, INNER, EXPERTS = 8, 10, 12, 16, 4, 12, 3
 SHAPES = {
     "embed.weight": (VOCAB, HIDDEN),
     "q.weight": (QUERY, HIDDEN),
@@ -27,6 +27,7 @@ SHAPES = {
     "down.weight": (HIDDEN, INNER),
     "norm.weight": (HIDDEN,),
     "scale": (),
+    "router.weight": (EXPERTS, HIDDEN),
 }
 
 
@@ -63,6 +64,8 @@ class FakeModel(torch.nn.Module):
         self.down = parameter(INNER // ranks, HIDDEN)
         self.norm = parameter(HIDDEN)
         self.scale = parameter()
+        # held in another type than the checkpoint's
+        self.router = parameter(EXPERTS, HIDDEN, dtype=torch.float32)
 
     def share(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         size = tensor.shape[dim] // self.ranks
@@ -101,6 +104,8 @@ class FakeModel(torch.nn.Module):
             self.norm.data.copy_(tensor)
         elif name == "scale":
             self.scale.data.copy_(tensor)
+        elif name == "router.weight":
+            self.router.data.copy_(tensor)
         else:
             raise KeyError(name)
 

@@ -690,6 +690,20 @@ def test_verification_reads_all_live_weights(following: Server):
     assert following.weights() == following.loaded()
 
 
+def test_what_is_written_beside_the_bits_of_a_float32_is_found_and_healed(following: Server):
+    publish(following)
+    following.step()
+    before = following.weights()
+    # the lowest bit of a float32 that holds a bf16 value, on both ranks alike
+    for worker in following.engine.workers:
+        worker.model.flip("router")
+    answer = following.coordinator.verify()
+    following.step()
+    assert not answer.result(0)["equal"] and "no bf16 values" in answer.result(0)["problem"]
+    assert following.engine.paused
+    assert following.step()["state"] == "serving" and following.weights() == before
+
+
 def foreign_reload(server: Server) -> None:
     """Something else loads the base checkpoint over what is served, as vLLM's own reload does."""
     for rank, worker in enumerate(server.engine.workers):

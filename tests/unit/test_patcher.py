@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fake_server import FakeModel, as_loaded, parameters_of, write_checkpoint
+from fake_server import FakeModel, as_loaded, parameter, parameters_of, write_checkpoint
 from training import Training
 
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest, digest_tensor
-from delta_wire.errors import DeltaError, LayoutError, ModelMismatchError
+from delta_wire.errors import DeltaError, DigestMismatchError, LayoutError, ModelMismatchError
 from delta_wire.kernels import cpu
 from vllm_delta import patcher as module
 from vllm_delta.layout import Layout, RankTrace, total
@@ -24,11 +24,11 @@ from vllm_delta.staging import write_staged
 class Ranks:
     """All ranks' patchers over freshly loaded models."""
 
-    def __init__(self, folder: Path, ranks: int):
+    def __init__(self, folder: Path, ranks: int, model: type[FakeModel] = FakeModel):
         checkpoint = Checkpoint(folder)
         self.table = checkpoint.table()
         bits = {name: checkpoint.bits(name) for name in self.table}
-        self.models = [as_loaded(bits, rank, ranks) for rank in range(ranks)]
+        self.models = [as_loaded(bits, rank, ranks, model) for rank in range(ranks)]
         traces = [trace(model, self.table) for model in self.models]
         self.patchers = [Patcher(found, self.table) for found in traces]
         self.layout = Layout(
@@ -171,6 +171,46 @@ def test_samples_find_other_weights(training: Training):
     assert list(live.patchers[0].sample(training.base)) == ["gate.weight"]
 
 
+def dirty(live: Ranks, at: int = 0) -> None:
+    """Write into the lower half of a float32 that holds a bf16 value, where no bit of the checkpoint lies."""
+    live.models[0].router.data.view(torch.int32).view(-1)[at] |= 1
+
+
+def test_float32_that_holds_other_than_bf16_values_is_refused_and_noticed(training: Training):
+    live = Ranks(training.base, 1)
+    dirty(live)
+    (reason,) = live.patchers[0].sample(training.base).values()
+    assert "1 elements of the live float32 router are no bf16 values" in reason
+    with pytest.raises(DigestMismatchError, match="router: 1 elements of the live float32"):
+        live.patchers[0].digest()
+
+
+def test_lower_halves_are_compared_by_the_commit_and_healed_by_a_checkpoint(training: Training, tmp_path: Path):
+    live = Ranks(training.base, 1)
+    before = live.parameters()
+    path = write_delta(training, tmp_path / "delta.safetensors")
+    plan = live.patchers[0].plan_delta(path)
+    router = next(part for part in plan.parts if live.patchers[0]._name(part) == "router.weight")
+    dirty(live, at=int(router.bits.positions[0]) // 2)
+    spoilt = live.parameters()
+    with pytest.raises(LayoutError, match=r"router\.weight changed between staging and commit"):
+        live.patchers[0].commit(plan)
+    # what was there is there again, whoever wrote it
+    assert live.patchers[0].undo(plan) and live.parameters() == spoilt
+
+    # one element of which also its upper half differs, and one of which it does not
+    live.models[0].router.data.view(torch.int32).view(-1)[5] ^= 0x00010001
+    healing = live.patchers[0].plan_checkpoint(training.base)
+    assert healing.num_changed == 1
+    live.patchers[0].commit(healing)
+    assert live.parameters() == before
+    assert live.patchers[0].undo(healing) and live.parameters() != before
+    live.patchers[0].commit(live.patchers[0].plan_checkpoint(training.base))
+
+    live.patchers[0].commit(live.patchers[0].plan_delta(path))
+    assert live.parameters() == [parameters_of(as_loaded(training.bits))]
+
+
 def test_a_checkpoint_of_another_model_is_refused(training: Training, tmp_path: Path):
     from delta_wire.container import write_tensors
 
@@ -212,18 +252,29 @@ def test_a_refused_trace_makes_no_patcher(training: Training):
         def load(self, name: str, tensor: torch.Tensor) -> None:
             super().load(name, tensor.clone())
 
-    with pytest.raises(LayoutError, match="10 tensors"):
+    with pytest.raises(LayoutError, match="11 tensors"):
         Patcher(trace(Wrong(), training.table), training.table)
 
 
-def test_a_storage_whose_slabs_have_been_permuted(training: Training, tmp_path: Path):
+class Wide(FakeModel):
+    """With its largest tensor in float32."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1):
+        super().__init__(rank, ranks)
+        self.qkv = parameter(*self.qkv.shape, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("model", [FakeModel, Wide])
+def test_a_storage_whose_slabs_have_been_permuted(training: Training, tmp_path: Path, model: type[FakeModel]):
     """Everything as on a model that keeps the loader's layout."""
-    plain, permuted = Ranks(training.base, 1), Ranks(training.base, 1)
+    plain, permuted = Ranks(training.base, 1, model), Ranks(training.base, 1, model)
+    dtype = permuted.models[0].qkv.dtype
     shuffle = torch.randperm(4 * 8, generator=torch.Generator().manual_seed(0))
-    found = order_of(lambda slab: slab.reshape(-1)[shuffle].reshape(slab.shape), (1, 4, 8))
+    found = order_of(lambda slab: slab.reshape(-1)[shuffle].reshape(slab.shape), (1, 4, 8), dtype)
 
     def repack(model: FakeModel) -> None:
-        for slab in model.qkv.data.view(torch.int16).reshape(-1, shuffle.numel()):
+        bits = model.qkv.data.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)
+        for slab in bits.reshape(-1, shuffle.numel()):
             slab.copy_(slab[shuffle])
 
     seen = trace(permuted.models[0], training.table)
@@ -241,6 +292,10 @@ def test_a_storage_whose_slabs_have_been_permuted(training: Training, tmp_path: 
     assert patcher.digest() == plain.patchers[0].digest()
     repack(plain.models[0])
     assert permuted.parameters() == plain.parameters()
+    if dtype == torch.float32:
+        permuted.models[0].qkv.data.view(torch.int32).view(-1)[7] |= 1
+        with pytest.raises(DigestMismatchError, match="qkv: 1 elements"):
+            patcher.digest()
     patcher.commit(patcher.plan_checkpoint(training.base))
     assert patcher.sample(training.base) == {}
 

@@ -69,9 +69,25 @@ class AddsInPlace(FakeModel):
 
 
 class Wide(FakeModel):
+    """All in float32, as `--dtype float32` does."""
+
     def __init__(self, rank: int = 0, ranks: int = 1):
         super().__init__(rank, ranks)
-        self.norm = parameter(HIDDEN, dtype=torch.float32)
+        for name, param in list(self.named_parameters()):
+            setattr(self, name, parameter(*param.shape, dtype=torch.float32))
+
+
+class Half(FakeModel):
+    def __init__(self, rank: int = 0, ranks: int = 1):
+        super().__init__(rank, ranks)
+        self.norm = parameter(HIDDEN, dtype=torch.float16)
+
+
+class OverwritesWide(Wide):
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        super().load(name, tensor)
+        if name == "norm.weight":
+            self.norm.data[:2].fill_(1)
 
 
 class Skips(FakeModel):
@@ -133,12 +149,24 @@ class Fails(FakeModel):
         super().load(name, tensor)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_float32_the_same_elements_are_upper_halves(checkpoint: Checkpoint, ranks: int):
+    for rank in range(ranks):
+        narrow, wide = trace(FakeModel(rank, ranks), checkpoint.table()), trace(Wide(rank, ranks), checkpoint.table())
+        assert not wide.problems and all(region.widened for region in wide.regions)
+        for one, other in zip(narrow.regions, wide.regions, strict=True):
+            assert (one.tensor, one.source) == (other.tensor, other.source)
+            assert other.target == (one.target if one.widened else one.target.halves(upper=True))
+            # little end first
+            assert other.lower.start == other.target.start - 1 and other.lower.start % 2 == 0
+
+
 @pytest.mark.parametrize(
     ("model", "name", "reason"),
     [
         (Adds, "norm.weight", "computes a new tensor"),
         (AddsInPlace, "norm.weight", "computes with aten.add_"),
-        (Wide, "norm.weight", "torch.float32"),
+        (Half, "norm.weight", "torch.float16"),
         (Skips, "norm.weight", "no rank of the server copies it"),
         (Skips, "norm", "no tensor of the checkpoint"),
         (Derives, "norm_copy", "no tensor of the checkpoint"),
@@ -146,6 +174,7 @@ class Fails(FakeModel):
         (Packs, "head.weight", "packed copy"),
         (Collides, "norm.weight", "several writes of the loader meet"),
         (Overwrites, "norm.weight", "several writes of the loader meet"),
+        (OverwritesWide, "norm.weight", "several writes of the loader meet"),
         (Repeats, "norm.weight", "repeats or folds"),
         (Fails, "norm.weight", "no such layer"),
     ],
