@@ -27,7 +27,7 @@ def make_parser(subparsers: Any = None, prog: str | None = None) -> Any:
         reward_funcs: list[str] | None = field(
             default=None, metadata={"help": "Reward functions by import path, e.g. 'my_lib.rewards.custom_reward'."}
         )
-        use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter; merged weights are published."})
+        use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter; see delta_sync_adapter."})
         lora_r: int = field(default=16, metadata={"help": "Rank of the adapter."})
         lora_alpha: int = field(default=32, metadata={"help": "Scaling of the adapter times its rank."})
         lora_target_modules: list[str] | None = field(default=None, metadata={"help": "Modules that get an adapter."})

@@ -76,9 +76,18 @@ def test_no_server_that_follows_the_bucket_ends_all_processes(
         )
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [("ddp", True), pytest.param("fsdp2", False, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [
+        ("ddp", "merged"),
+        pytest.param("ddp", "separate", marks=pytest.mark.matrix),
+        pytest.param("fsdp2", "", marks=pytest.mark.matrix),
+        pytest.param("fsdp2", "merged", marks=pytest.mark.matrix),
+        pytest.param("fsdp2", "separate", marks=pytest.mark.matrix),
+    ],
+)
 def test_async_grpo_labels_what_is_served(
-    tiny_model: Callable[[str], Path], tmp_path: Path, acker: Acker, kind: str, adapter: bool
+    tiny_model: Callable[[str], Path], tmp_path: Path, acker: Acker, kind: str, adapter: str
 ):
     results = run_ranks(2, async_grpo, str(tiny_model("qwen3")), str(tmp_path), kind, adapter)
     assert_published(tmp_path / "bucket", results, 2)

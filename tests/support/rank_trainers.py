@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from delta_wire.digest import Digest
 from trl_delta import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, attach, server_mode
 from trl_delta.detector import tensor_digests
+from trl_delta.dtensors import whole_tensor
 
 STEPS = 3
 _SETTINGS: dict[str, Any] = {
@@ -93,8 +94,8 @@ def grpo(
     return _outcome(trainer, callback)
 
 
-def async_grpo(rank: int, count: int, model: str, folder: str, kind: str, adapter: bool) -> dict[str, Any]:
-    """AsyncGRPO with rollouts that are made up."""
+def async_grpo(rank: int, count: int, model: str, folder: str, kind: str, adapter: str) -> dict[str, Any]:
+    """AsyncGRPO with rollouts that are made up; of an `adapter`, if there is one, published as that says."""
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
     from trl_delta.cpu import cpu_training
@@ -122,13 +123,14 @@ def async_grpo(rank: int, count: int, model: str, folder: str, kind: str, adapte
             weight_transfer=DeltaWeightTransfer(),
             peft_config=peft_config,
         )
-    callback = attach(trainer, f"{folder}/bucket", DeltaSyncConfig(delta_sync_ack_poll_s=0.02))
+    settings = {"delta_sync_adapter": adapter} if adapter else {}
+    callback = attach(trainer, f"{folder}/bucket", DeltaSyncConfig(delta_sync_ack_poll_s=0.02, **settings))
     frozen = {name: param.detach().clone() for name, param in trainer.model.named_parameters() if adapter}
     trainer.train()
     moved = [
         name
         for name, param in trainer.model.named_parameters()
-        if name in frozen and not param.requires_grad and not param.equal(frozen[name])
+        if name in frozen and not param.requires_grad and not whole_tensor(param).equal(frozen[name])
     ]
     worker = trainer.rollout_worker
     return _outcome(trainer, callback) | {
