@@ -19,7 +19,8 @@ from trl_delta.names import LiveTensor
 from trl_delta.publisher import Publisher
 from trl_delta.ranks import Ranks
 from trl_delta.replica import ReplayedAnchors
-from trl_delta.sharded import PartWriter, ShardedPublisher
+from trl_delta.rounds import PartWriter
+from trl_delta.sharded import ShardedPublisher
 from trl_delta.shards import coding_shards, own_tensors
 
 

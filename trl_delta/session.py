@@ -103,7 +103,7 @@ class DeltaSyncSession:
             processing_class (*optional*): tokenizer or processor; goes into a checkpoint that is uploaded.
             step (`int`, *optional*, defaults to `0`): optimizer step of the weights.
             world_size (`int`, *optional*, defaults to `1`): training processes, which all call this, and the other
-                methods after the same steps. Each publishes what it owns; see [`~trl_delta.sharded.PartWriter`].
+                methods after the same steps. Each publishes what it owns; see [`~trl_delta.rounds.PartWriter`].
             resumed ([`Resumed`], *optional*): what the trainer's checkpoint says, if training resumes from one.
         """
         if self.started:

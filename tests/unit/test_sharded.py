@@ -21,7 +21,8 @@ from delta_wire.state import Delta, TensorDelta
 from trl_delta.config import DeltaSyncConfig
 from trl_delta.pace import Pace
 from trl_delta.ranks import RankError, Ranks
-from trl_delta.sharded import PartWriter, ShardedPublisher
+from trl_delta.rounds import PartWriter
+from trl_delta.sharded import ShardedPublisher
 
 WAIT_S = 30.0
 
