@@ -16,8 +16,10 @@ from delta_wire.bucket import BucketReader
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.errors import SetupError
 from delta_wire.replay import materialise
+from delta_wire.shards import Shard
 from delta_wire.stores import open_store
 from trl_delta import DeltaSyncCallback
+from trl_delta.adapters import Factors
 from trl_delta.detector import live_bits
 from trl_delta.names import Naming, table_of
 
@@ -75,6 +77,26 @@ def assert_published(model: nn.Module, folder: Path, expected: dict[str, torch.T
 def test_merged_weights_are_published_under_the_checkpoint_names(tiny_model, kind, name):
     adapted = adapt(load(tiny_model(kind)), name)
     assert_published(adapted, tiny_model(kind), reference(tiny_model(kind), adapted, name))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(515, 37), (50, 36), (1001, 3), (3, 5)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_have_the_bits_that_they_have_in_the_whole_weight(rows, columns, transposed):
+    torch.manual_seed(0)
+    weight = torch.randn(rows, columns)
+    high, low = torch.randn(columns if transposed else rows, 5), torch.randn(5, rows if transposed else columns)
+    factors = Factors(high, low, 7 / 3, transposed)
+    whole = weight.clone()
+    factors.add_to(whole, 0)
+    update = (high.double() @ low.double()) * 7 / 3
+    expected = weight + (update.T if transposed else update)
+    assert torch.allclose(whole.double(), expected, rtol=1e-5, atol=1e-5)
+    for count in (2, 3, 7):
+        for index in range(count):
+            first, stop = Shard(index, count).rows(rows)
+            part = weight[first:stop].clone()
+            factors.add_to(part, first)
+            assert torch.equal(part.view(torch.int32), whole[first:stop].view(torch.int32)), (count, index)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
