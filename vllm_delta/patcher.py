@@ -25,6 +25,7 @@ from delta_wire.state import TensorDelta, TensorTable, resolve
 from vllm_delta.blocks import Block
 from vllm_delta.computed import Computed
 from vllm_delta.layout import refuse
+from vllm_delta.pieces import dot, slices
 from vllm_delta.regions import Region, Trace
 from vllm_delta.staging import read_staged
 
@@ -127,13 +128,13 @@ class Patcher:
                 )
                 differs = np.nonzero(wanted != self._view(region.storage, target).cpu().numpy().view(np.uint16))
                 if differs[0].size:
-                    indices, positions = _dot(source, differs), _dot(target, differs)
+                    indices, positions = dot(source, differs), dot(target, differs)
                     own = TensorDelta(region.tensor, indices, np.ascontiguousarray(wanted[differs]))
                     self._add(plan, at, own, positions)
             for lower in self._lower_halves(region):
                 dirty = np.nonzero(self._view(region.storage, lower).cpu().numpy())
                 if dirty[0].size:
-                    self._clear(plan, at, _dot(lower, dirty), expected=False)
+                    self._clear(plan, at, dot(lower, dirty), expected=False)
         return _ready(plan)
 
     def _add(self, plan: Plan, at: int, change: TensorDelta, positions: np.ndarray) -> None:
@@ -238,9 +239,9 @@ class Patcher:
         for region in self._regions:
             picks = tuple(chooser.integers(0, size, _SAMPLES) for size in region.source.sizes)
             flat = self._storages[region.storage]
-            positions = torch.from_numpy(self._ordered(region.storage, _dot(region.target, picks))).to(flat.device)
+            positions = torch.from_numpy(self._ordered(region.storage, dot(region.target, picks))).to(flat.device)
             live = kernels.gather(flat, positions).cpu().numpy().view(np.uint16)
-            wanted = checkpoint.bits(region.tensor).reshape(-1)[_dot(region.source, picks)]
+            wanted = checkpoint.bits(region.tensor).reshape(-1)[dot(region.source, picks)]
             wrong = int(np.count_nonzero(live != wanted))
             if wrong:
                 problems.setdefault(
@@ -270,12 +271,12 @@ class Patcher:
 
     def _pieces(self, region: Region) -> Iterator[tuple[Block, Block]]:
         # what has been permuted is copied together, eight bytes of position an element
-        return _slices(region, max_elements=1 << 20) if region.storage in self._orders else _slices(region)
+        return slices(region, max_elements=1 << 20) if region.storage in self._orders else slices(region)
 
     def _view(self, storage: int, block: Block) -> torch.Tensor:
         if storage in self._orders:
             positions = self._ordered(
-                storage, _dot(block, tuple(np.indices(block.sizes).reshape(len(block.sizes), -1)))
+                storage, dot(block, tuple(np.indices(block.sizes).reshape(len(block.sizes), -1)))
             )
             flat = self._storages[storage]
             return kernels.gather(flat, torch.from_numpy(positions).to(flat.device)).reshape(block.sizes)
@@ -290,32 +291,3 @@ def _ready(plan: Plan) -> Plan:
     plan.parts = [part for parts in devices.values() for part in parts]
     plan.writes = [kernels.Replacements([part.bits for part in parts]) for parts in devices.values()]
     return plan
-
-
-def _slices(region: Region, max_dims: int = 3, max_elements: int = 1 << 26) -> Iterator[tuple[Block, Block]]:
-    """Cut a region into blocks of at most three axes and a bounded size, both sides alike."""
-    source, target = region.source, region.target
-    if len(source.sizes) <= max_dims and source.num_elements <= max_elements:
-        yield source, target
-        return
-    size = source.sizes[0]
-    # too many axes: one index at a time; too many elements: as many as fit
-    per = 1 if len(source.sizes) > max_dims else max(1, max_elements // (source.num_elements // size))
-    for at in range(0, size, per):
-        count = min(per, size - at)
-        piece = replace(region, source=_cut(source, at, count), target=_cut(target, at, count))
-        yield from _slices(piece, max_dims, max_elements)
-
-
-def _cut(block: Block, at: int, count: int) -> Block:
-    start = block.start + at * block.steps[0]
-    if count == 1 and len(block.sizes) > 1:
-        return Block(start, block.sizes[1:], block.steps[1:])
-    return Block(start, (count, *block.sizes[1:]), block.steps)
-
-
-def _dot(block: Block, picks: tuple[np.ndarray, ...]) -> np.ndarray:
-    positions = np.full(picks[0].shape, block.start, dtype=np.int64)
-    for along, step in zip(picks, block.steps, strict=True):
-        positions += along * step
-    return positions

@@ -169,7 +169,7 @@ def test_only_what_a_version_touches_is_computed_and_by_all_ranks(server: Server
 def _digest_after(server: Server, delta: Any) -> Any:
     from delta_wire.state import change_of_digest
 
-    base = server.coordinator._position
+    base = server.coordinator._at.position
     assert base is not None
     return base.digest + change_of_digest(delta)
 

@@ -232,14 +232,14 @@ def test_a_torn_file_is_refused_before_anything_is_planned(training: Training, t
 def test_large_and_deep_blocks_are_cut(monkeypatch: pytest.MonkeyPatch):
     """The same digest whatever the size of a piece and the number of axes."""
     from vllm_delta.blocks import Block
-    from vllm_delta.patcher import _slices
+    from vllm_delta.pieces import slices
     from vllm_delta.regions import Region, Trace
 
     bits = torch.arange(2 * 3 * 4 * 5, dtype=torch.int16)
     axes = Block(0, (2, 3, 4, 5), (60, 20, 5, 1))
     region = Region("t", "p", 0, axes, axes)
     for max_dims, max_elements in [(3, 1 << 26), (3, 7), (1, 3), (2, 1)]:
-        pieces = list(_slices(region, max_dims, max_elements))
+        pieces = list(slices(region, max_dims, max_elements))
         assert sum(source.num_elements for source, _ in pieces) == 120
         assert all(len(s.sizes) <= max_dims and s.num_elements <= max(max_elements, 1) for s, _ in pieces)
     table = {"t": None}

@@ -81,7 +81,7 @@ class World:
         self.live: Live | None = None
         first = Run(self)
         first.step("nothing")
-        self.live = first.coordinator._live
+        self.live = first.coordinator._at.live
         first.close()
 
 
@@ -239,7 +239,7 @@ class Run:
         self.coordinator = Coordinator(self.engine, ranks, self._subscriber, settings, lambda: world.training.base)
         if attached:
             assert world.live is not None
-            self.coordinator._live = replace(world.live, ranks=ranks)
+            self.coordinator._at.live = replace(world.live, ranks=ranks)
             for worker in world.workers:
                 worker.delta_release()
         self.published = 0
@@ -283,12 +283,13 @@ class Run:
     @property
     def state(self) -> State:
         mine, status = self.coordinator, self.coordinator.status
+        at, recovery = mine._at, mine._recovery
         return State(
-            mine._live is not None,
-            None if mine._position is None else mine._position.version.seq,
-            mine._unproven is not None,
-            mine._suspected is not None,
-            mine._recovered,
+            at.live is not None,
+            None if at.position is None else at.position.version.seq,
+            recovery.unproven is not None,
+            recovery.suspected is not None,
+            recovery.recovered,
             mine._wrong is not None,
             self.engine.paused,
             self.engine.label,
