@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rank_adapters import adapt, train_adapter
 from rank_programs import make_model, run_ranks, train_with_trainer
-from runs import assert_same_run, reader_of
+from same_run import assert_same_run, reader_of
 
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.replay import verify

@@ -15,7 +15,7 @@ from rank_programs import (
     train,
     train_with_trainer,
 )
-from runs import assert_same_run, reader_of
+from same_run import assert_same_run, reader_of
 
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.replay import checkout, materialise, verify
