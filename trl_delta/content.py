@@ -11,6 +11,7 @@ import numpy as np
 
 from delta_wire import kernels
 from delta_wire.adapter import Adapter
+from delta_wire.encodings.warm import warm_up
 from delta_wire.state import OldBits, TensorTable
 from trl_delta.base import base_checkpoint, require_base, save_anchor, save_files
 from trl_delta.config import DeltaSyncConfig
@@ -128,6 +129,7 @@ class Content:
         """Find out what the model holds."""
         refuse_wrappers(self._model)
         kernels.warm_up()
+        warm_up()
         if config.delta_sync_adapter == "separate":
             self._naming = self._separate = SeparateAdapter(
                 self._model, config, self.reference, self._base, ranks=self._ranks

@@ -10,6 +10,7 @@ from typing import Any
 
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest
+from delta_wire.encodings.warm import warm_up
 from delta_wire.state import TensorTable
 from vllm_delta.layout import Layout, refuse, total
 from vllm_delta.ranks import Ranks
@@ -42,6 +43,8 @@ class Live:
         Raises:
             LayoutError: some tensors cannot be patched exactly; the message names all of them.
         """
+        # staging beside generation compiles nothing
+        warm_up()
         table = Checkpoint(folder).table()
         layout = Layout(table, ranks.trace())
         problems: dict[str, str] = {}
