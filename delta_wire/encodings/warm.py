@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from delta_wire.encodings import context, packed
-from delta_wire.state import Delta, TensorDelta, TensorSpec, TensorTable, compose, resolve
+from delta_wire.state import Delta, TensorDelta, TensorSpec, TensorTable, check_part, compose, resolve
 
 _SIZE = 64
 # changed elements and the largest change of their bits: few, half and all; small steps and new bits
@@ -38,5 +38,6 @@ def warm_up() -> None:
         found = decode(blobs)
         compose(found, found)
         for name, part in found.items():
+            check_part(part, table[name], "warm-up")
             resolve(part, state[name][part.indices])
     compose(delta, delta)
