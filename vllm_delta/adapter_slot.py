@@ -82,6 +82,8 @@ class AdapterSlot:
         manager = self._manager
         if plan.before is not None:
             raise LayoutError("this plan was already begun; stage the version again")
+        # somebody may have loaded another one meanwhile
+        self._require_room()
         plan.before = (manager.get_adapter(ADAPTER_ID), self._folder)
         self._put(plan.loaded)
         self._require_live(plan.folder)
@@ -122,10 +124,11 @@ class AdapterSlot:
                 "--max-lora-rank of at least the adapter's rank"
             )
         others = set(self._manager.list_adapters()) - {ADAPTER_ID}
-        if others and self._manager.lora_slots == 1:
+        # a step may need all others at once, and the run's keeps its slot
+        if len(others) >= self._manager.lora_slots:
             raise SetupError(
-                "the server's only slot for adapters is taken by another one (--lora-modules); the run's adapter "
-                "needs one for itself: start with --max-loras 2 or more"
+                f"all {self._manager.lora_slots} slots for adapters are taken by others (--lora-modules); the run's "
+                f"adapter needs one for itself: start with --max-loras {len(others) + 1} or more, or unload one"
             )
         if self._lora.lora_config.lora_dtype != torch.bfloat16:
             raise SetupError(

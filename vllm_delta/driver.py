@@ -35,6 +35,7 @@ class Driver:
         from vllm_delta.worker import checkpoint_folder
 
         self._settings = settings
+        self._core = core
         lora = core.vllm_config.lora_config
         self._max_loras = 0 if lora is None else lora.max_loras
         self._engine = VllmEngine(core)
@@ -90,18 +91,26 @@ class Driver:
         self._coordinator.suspect(reason)
 
     def require_foreign(self, lora_id: int) -> None:
-        """Raise [`SetupError`] if something else is about to change the run's adapter or to take its slot."""
-        if self._coordinator.adapter.position is None:
-            return
-        if lora_id == ADAPTER_ID:
+        """Raise [`SetupError`] if something else is about to change the run's adapter."""
+        if self._coordinator.adapter.position is not None and lora_id == ADAPTER_ID:
             raise SetupError(
                 f"this adapter follows {self._settings.bucket}, whose versions are the only ones that are loaded as "
                 "it; load another adapter under another name"
             )
-        if self._max_loras == 1:
+
+    def require_room(self, lora_id: int) -> None:
+        """Raise [`SetupError`] unless another adapter fits beside the run's. In the engine's thread.
+
+        vLLM puts requests for as many adapters into a step as it has slots, and the run's keeps one of them.
+        """
+        if self._coordinator.adapter.position is None:
+            return
+        others = self._core.list_loras() - {ADAPTER_ID, lora_id}
+        if len(others) + 1 >= self._max_loras:
             raise SetupError(
-                f"the server's only slot for adapters is that of the one in {self._settings.bucket}; start with "
-                "--max-loras 2 or more to load others beside it"
+                f"of the server's {self._max_loras} slots for adapters one is that of the run in "
+                f"{self._settings.bucket} and {len(others)} are taken; start with --max-loras "
+                f"{len(others) + 2} or more to load another one, or unload one"
             )
 
     def hold_on(self) -> None:

@@ -128,6 +128,7 @@ def _watch_writers(proc: Any) -> None:
     def add_another(core: Any, lora_request: Any) -> Any:
         if core.delta_driver is not None:
             core.delta_driver.require_foreign(lora_request.lora_int_id)
+            core.delta_driver.require_room(lora_request.lora_int_id)
         return add(core, lora_request)
 
     @functools.wraps(remove)

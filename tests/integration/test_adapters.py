@@ -4,13 +4,17 @@ does that was given a checkout of it as an ordinary adapter, and the base stays 
 
 import json
 import shutil
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from training import move_pointer, pointed_to
 from vllm_server import Server, Streams, WarmStart, serve
@@ -181,6 +185,85 @@ def test_what_is_not_the_version_is_found_and_mended(followed: tuple[Server, Pat
         server.request("/v1/load_lora_adapter", body)
     assert "whose versions are the only ones that are loaded as it" in refused.value.read().decode()
     assert answers(server, NAME) == before
+
+
+def plan(server: Server, folder: Path) -> dict[str, Any]:
+    """What the server's rank says about an adapter that a run would bring, before anything is touched."""
+    for method, args in [("delta_submit", [-1, "plan_adapter", str(folder), NAME]), ("delta_poll", [-1])]:
+        deadline_s = time.monotonic() + 60
+        while True:
+            (reply,) = server.request("/collective_rpc", {"method": method, "args": args})["results"]
+            if not reply.get("pending"):
+                break
+            assert time.monotonic() < deadline_s
+    return reply
+
+
+def test_what_cannot_be_served_as_an_adapter_is_refused_by_name(
+    followed: tuple[Server, Path, list[Manifest]], tmp_path: Path
+):
+    server, bucket, every = followed
+    before = answers(server, NAME)
+    good = checkout(BucketReader(open_store(bucket)), every[-1], tmp_path / "good")
+    assert plan(server, good)["digest"] == str(every[-1].digest)
+
+    def changed(name: str, config: dict[str, Any], **tensors: torch.Tensor | None) -> str:
+        folder = shutil.copytree(good, tmp_path / name)
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+        weights = load_file(folder / "adapter_model.safetensors") | {
+            f"base_model.model.{key}": value for key, value in tensors.items()
+        }
+        kept = {key: value for key, value in weights.items() if value is not None}
+        save_file(kept, folder / "adapter_model.safetensors", {"format": "pt"})
+        return plan(server, folder)["error"]
+
+    zeros = partial(torch.zeros, dtype=torch.bfloat16)
+    assert "DoRA" in changed("dora", {"use_dora": True})
+    assert "rank 9" in changed("rank", {"r": 9}) and "--max-lora-rank" in changed("again", {"r": 9})
+    embedding = {
+        "model.embed_tokens.lora_embedding_A": zeros(4, 512),
+        "model.embed_tokens.lora_embedding_B": zeros(64, 4),
+    }
+    assert "embed_tokens" in changed("embedding", {}, **embedding)
+    head = {"lm_head.lora_A.weight": zeros(4, 64), "lm_head.lora_B.weight": zeros(512, 4)}
+    assert "lm_head" in changed("head", {}, **head)
+    experts = {f"model.layers.0.mlp.experts.lora_{side}.weight": zeros(4, 64) for side in "AB"}
+    assert "experts" in changed("experts", {}, **experts)
+    half = {"model.layers.0.self_attn.q_proj.lora_B.weight": None}
+    assert "model.layers.0.self_attn.q_proj" in changed("half", {}, **half)
+    # nothing of it has touched what is served
+    assert answers(server, NAME) == before and server.verify()["equal"]
+
+
+def test_other_adapters_fit_beside_the_run_and_no_more(followed: tuple[Server, Path, list[Manifest]], tmp_path: Path):
+    """Of four slots the run's adapter keeps one; requests for all at once are answered in the same steps."""
+    server, bucket, every = followed
+    reader = BucketReader(open_store(bucket))
+    folders = {f"v{m.version.seq}": str(checkout(reader, m, tmp_path / f"v{m.version.seq}")) for m in every[:4]}
+
+    def change(verb: str, name: str) -> None:
+        """vLLM's own routes, which answer in words."""
+        body = {"lora_name": name} | ({"lora_path": folders[name]} if verb == "load" else {})
+        request = urllib.request.Request(
+            f"{server.url}/v1/{verb}_lora_adapter", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        urllib.request.urlopen(request, timeout=60).read()
+
+    names = list(folders)[:3]
+    try:
+        for name in names:
+            change("load", name)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            change("load", "v3")
+        assert "--max-loras 5" in refused.value.read().decode()
+        with ThreadPoolExecutor(4) as pool:
+            seen = list(pool.map(lambda name: headers(server, name, max_tokens=200), [*names, NAME] * 2))
+        assert [entry["x-weight-version"] for entry in seen[:4]] == ["default"] * 3 + [str(every[-1].version)]
+        assert server.verify()["equal"]
+    finally:
+        for name in names:
+            change("unload", name)
 
 
 def test_an_adapter_of_another_base_is_refused(run: Path, tmp_path: Path, warm: WarmStart):

@@ -41,6 +41,8 @@ COMMON = {
     "fp8-compiled": (*COMPILING, QUANTISING),
     # of two types the last counts
     "fp32": (*FLAGS, "--dtype=float32"),
+    # every linear layer lies below a wrapper
+    "lora": (*FLAGS, "--enable-lora", "--max-lora-rank=8"),
 }
 
 
@@ -171,10 +173,12 @@ COMPUTED = [("deepseek-v2", 1, 1, "fp8")]
 ALL_COMPUTED = [*COMPUTED, ("qwen3", 2, 1, "fp8"), ("llama", 1, 1, "fp8-compiled")]
 # the checkpoint's bits are the upper halves of the live elements
 WIDENED = [("qwen3-tied", 1, 1, "fp32"), ("qwen3-moe", 2, 1, "fp32")]
+# whole weights, on servers that could serve adapters, too
+WRAPPED = [("qwen3-tied", 1, 1, "lora"), ("llama", 2, 1, "lora")]
 CELLS = [(*cell, 2) for cell in (*EAGER, *COMPILED, *COMPUTED)]
 CELLS += [
     pytest.param(*cell, 20, marks=pytest.mark.matrix)
-    for cell in (*EAGER, *ALL_COMPILED, *LATENT, *ALL_COMPUTED, *WIDENED)
+    for cell in (*EAGER, *ALL_COMPILED, *LATENT, *ALL_COMPUTED, *WIDENED, *WRAPPED)
 ]
 
 

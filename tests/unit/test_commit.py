@@ -106,11 +106,13 @@ def test_every_version_equals_a_full_load(tmp_path: Path, ranks: int, encoding: 
     assert not server.staged_files()
 
 
-def test_pending_versions_are_committed_once_together(following: Server):
-    for encoding in ("plain", "packed", "plain", "context"):
+@pytest.mark.parametrize("encodings", [("plain", "packed", "plain", "context"), ("packed", "plain") * 5])
+def test_pending_versions_are_committed_once_together(following: Server, encodings: tuple[str, ...]):
+    for encoding in encodings:
         manifest = publish(following, encoding)
     status = following.step()
-    assert (status["seq"], status["commits"], status["version"]) == (4, 1, str(manifest.version))
+    assert status["state"] == "serving" and status["version"] == str(manifest.version)
+    assert (status["seq"], status["commits"]) == (len(encodings), 1)
     assert following.weights() == following.loaded()
     # the same message again
     assert following.step()["commits"] == 1
@@ -377,12 +379,22 @@ def test_without_a_proven_undo_generation_is_held_until_resync(following: Server
     following.step()
     publish(following)
     engine = following.engine
+    between_steps, ended = engine.between_steps, []
+
+    def watched(action: Callable[[], Any]) -> Any:
+        result = between_steps(action)
+        ended.append((getattr(result, "state", None), engine.paused))
+        return result
+
+    engine.between_steps = watched
     engine.hooks["delta_commit"] = on_rank(1, writes_then_fails)
     if how == "says so":
         engine.hooks["delta_undo"] = on_rank(0, lambda call: {"restored": False})
     else:
         engine.hooks["delta_undo"] = breaks_a_weight(following)
     assert following.coordinator.step() == 0.0, "recovery has to begin at once"
+    # not one step runs between the failure and what follows from it
+    assert how == "is found out" or ("unproven", True) in ended
     status = following.coordinator.status.to_json()
     assert engine.paused and status["state"] == "degraded"
 
