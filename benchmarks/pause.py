@@ -26,6 +26,8 @@ from typing import Any
 # the engine and its worker in this process, and only one model on this machine
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# standard output is for the result
+os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 import numpy as np
 import torch

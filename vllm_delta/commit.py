@@ -109,6 +109,11 @@ class Coordinator:
             return 0.0
         return self._polling.pause_s()
 
+    @property
+    def attached(self) -> bool:
+        """Whether the live weights are mapped and what they are is known."""
+        return self._at.live is not None
+
     def hint(self) -> None:
         """The bucket may have changed; safe from any thread."""
         self._polling.hint()

@@ -8,10 +8,11 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from delta_wire.errors import SetupError
+from delta_wire.errors import DeltaError, SetupError
 from vllm_delta.adapter_label import ADAPTER_ID
 from vllm_delta.commit import Coordinator
 from vllm_delta.engine import EngineStopped, VllmEngine
+from vllm_delta.heap import leave_heap_alone
 from vllm_delta.polling import budget
 from vllm_delta.ranks import Ranks
 from vllm_delta.settings import Settings
@@ -39,10 +40,11 @@ class Driver:
         lora = core.vllm_config.lora_config
         self._max_loras = 0 if lora is None else lora.max_loras
         self._engine = VllmEngine(core)
+        self._ranks = Ranks(self._engine)
         self._subscriber = Subscriber(settings.bucket, settings.stage_dir, settings.verifier)
         self._coordinator = Coordinator(
             self._engine,
-            Ranks(self._engine),
+            self._ranks,
             self._subscriber,
             settings,
             lambda: checkpoint_folder(core.vllm_config.model_config),
@@ -64,9 +66,13 @@ class Driver:
     def _run(self) -> None:
         wake = self._coordinator.wake
         unwatch = self._subscriber.watch(self._coordinator.hint)
+        is_settled = False
         try:
             while not self._stop.is_set():
                 wait_s = self._coordinator.step()
+                if self._coordinator.attached and not is_settled:
+                    is_settled = True
+                    self._leave_heaps_alone()
                 wake.wait(wait_s)
                 wake.clear()
         except EngineStopped:
@@ -75,6 +81,14 @@ class Driver:
             if unwatch is not None:
                 unwatch()
             self._subscriber.close()
+
+    def _leave_heaps_alone(self) -> None:
+        """Here and on all ranks, once all that following needs has been loaded."""
+        try:
+            self._ranks.job("leave_heap_alone")
+        except DeltaError as error:
+            logger.warning("garbage collections may hold tokens up: %s", error)
+        leave_heap_alone()
 
     def stop(self) -> None:
         """Stop following; waits a moment for a staging in progress."""

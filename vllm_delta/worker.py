@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delta_wire.errors import DeltaError, LayoutError
+from vllm_delta.heap import leave_heap_alone
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +118,7 @@ class Rank:
             "plan_checkpoint": self._plan_checkpoint,
             "plan_adapter": self._plan_adapter,
             "check_adapter": self._check_adapter,
+            "leave_heap_alone": self._leave_heap_alone,
         }
         self._job = (job, self._side.submit(jobs[kind], *args))
         return {}
@@ -185,6 +187,10 @@ class Rank:
 
     def _check_adapter(self) -> dict[str, Any]:
         return self.adapter.check()
+
+    def _leave_heap_alone(self) -> dict[str, Any]:
+        leave_heap_alone()
+        return {}
 
     def commit(self) -> dict[str, Any]:
         """Write the plan. Main thread, between two steps."""
