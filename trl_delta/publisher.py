@@ -260,14 +260,13 @@ class Publisher:
                     # a server needs an anchor, and training may be waiting for it: a version without a change
                     seq = self._durable_seq
                     item = _Item({}, self._digests[seq], self._contains[seq], time.monotonic())
-                    self._in_flight = item
-                    return item
-                if item is None or item.delta:
-                    self._in_flight = item
-                    return item
-                # changes that undid each other
-                self._contains[self._durable_seq] = item.step
-                self._changed.notify_all()
+                elif item is not None and not item.delta:
+                    # changes that undid each other
+                    self._contains[self._durable_seq] = item.step
+                    self._changed.notify_all()
+                    continue
+                self._in_flight = item
+                return item
 
     def _publish(self, item: _Item) -> Published | None:
         """Try until the item is durable; `None` once that is hopeless or the publisher is closed."""

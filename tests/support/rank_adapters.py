@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from rank_programs import WAIT_S, _await_replay, batches, load, whole, wrap
+from rank_programs import WAIT_S, await_replay, batches, learn, load, wrap
 from torch.distributed.tensor import DTensor
 
 from trl_delta import DeltaSyncConfig, DeltaSyncSession
@@ -48,11 +48,7 @@ def train_adapter(rank: int, count: int, base: str, folder: str, kind: str, step
             alone[how].start(single)
     states = []
     for step, ids in enumerate(batches(rank, steps), 1):
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, value in whole(model):
-            single.get_parameter(name).data.copy_(value)
+        learn(model, optimizer, ids, single)
         for session in sessions.values():
             session.step(step)
         for session in alone.values():
@@ -61,7 +57,7 @@ def train_adapter(rank: int, count: int, base: str, folder: str, kind: str, step
         for session in sessions.values():
             # a version of every step, as the other ones publish
             assert session.publisher.wait(WAIT_S)
-            _await_replay(session)
+            await_replay(session)
         states.append({name: _local(param).detach().clone() for name, param in model.named_parameters()})
     resumed = sessions["separate"].resume_state()
     finished = [session.finish() for session in (*sessions.values(), *alone.values())]

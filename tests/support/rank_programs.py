@@ -175,18 +175,14 @@ def train(
         alone = DeltaSyncSession(f"{bucket}/single", config)
         alone.start(single)
     for step, ids in enumerate(batches(rank, steps), 1):
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, value in whole(model):
-            single.get_parameter(name).data.copy_(value)
+        learn(model, optimizer, ids, single)
         session.step(step)
         if alone is not None:
             alone.step(step)
             assert alone.publisher.wait(WAIT_S)
         # a version of every step, as the other one publishes
         assert session.publisher.wait(WAIT_S)
-        _await_replay(session)
+        await_replay(session)
     finished = session.finish()
     if alone is not None:
         assert alone.finish()
@@ -259,7 +255,18 @@ def train_with_trainer(
     }
 
 
-def _await_replay(session: DeltaSyncSession) -> None:
+def learn(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, single: torch.nn.Module
+) -> None:
+    """One step, after which `single` has the whole weights; all processes call this."""
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for name, value in whole(model):
+        single.get_parameter(name).data.copy_(value)
+
+
+def await_replay(session: DeltaSyncSession) -> None:
     """If an anchor is due, until the next version gets one, however slow the machine is."""
     anchors = session._upkeep._replayed
     until_s = time.monotonic() + WAIT_S
