@@ -23,7 +23,7 @@ from delta_wire.kernels.coding import (
     rice_decode,
     rice_encode,
 )
-from delta_wire.kernels.devices import unbind_thread, use_huge_pages
+from delta_wire.kernels.devices import bound_cores, keep_off, unbind_thread, use_huge_pages
 from delta_wire.kernels.dispatch import (
     digest_dense,
     digest_sparse,
@@ -42,6 +42,7 @@ __all__ = [
     "Replacement",
     "Replacements",
     "apply_steps",
+    "bound_cores",
     "class_counts",
     "class_ranks",
     "class_select",
@@ -52,6 +53,7 @@ __all__ = [
     "extract",
     "extract_many",
     "gather",
+    "keep_off",
     "lanes_to_ints",
     "rice_decode",
     "rice_encode",

@@ -7,8 +7,9 @@ import ctypes
 import functools
 import importlib.util
 import mmap
+import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -17,20 +18,46 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-# before anyone binds the threads of this process to single cores, as vLLM does on a CPU
-_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+# by these OpenMP is told to bind the first thread of a process when it is loaded, as vLLM tells its workers on a CPU
+_BINDING = ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # of Linux 6.1 and newer; the module mmap does not know it
 _MADV_COLLAPSE = 25
 _HUGE_BYTES = 1 << 21
 
 
 def unbind_thread() -> None:
-    """Let this thread run wherever the process might when it began.
+    """Let this thread run wherever its process may, and not only where OpenMP has bound the first thread.
 
-    A thread starts on the cores of its maker. If that one is bound to a single core, both would share it.
+    A thread starts on the cores of its maker. If that one is bound to a single core, both would share it while others
+    are idle.
     """
-    if _CORES is not None:
-        os.sched_setaffinity(0, _CORES)
+    if bound_cores():
+        os.sched_setaffinity(0, _allowed_cores())
+
+
+def bound_cores() -> list[int]:
+    """The cores that OpenMP has bound the first thread of this process to; empty if it has not."""
+    if not any(name in os.environ for name in _BINDING) or not hasattr(os, "sched_getaffinity"):
+        return []
+    own = os.sched_getaffinity(os.getpid())
+    return sorted(own) if own < _allowed_cores() else []
+
+
+def keep_off(cores: Iterable[int]) -> None:
+    """Let this thread, and those it makes, run on other cores than these, if there are any."""
+    if hasattr(os, "sched_setaffinity") and (others := _allowed_cores().difference(cores)):
+        os.sched_setaffinity(0, others)
+
+
+def _allowed_cores() -> set[int]:
+    """Where this process might run before anything was bound, which the one that started it knows."""
+    parent = multiprocessing.parent_process()
+    own = os.sched_getaffinity(os.getpid())
+    try:
+        return own if parent is None or parent.pid is None else own | os.sched_getaffinity(parent.pid)
+    except OSError:
+        # the parent has gone
+        return own
 
 
 def use_huge_pages(tensors: Sequence[torch.Tensor]) -> int:

@@ -7,7 +7,7 @@ Pure bookkeeping over the traces of all ranks; runs in the engine core, imports 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from delta_wire.digest import Digest
@@ -28,10 +28,12 @@ class RankTrace:
     Args:
         regions: `(checkpoint name, block of the checkpoint tensor)` in the rank's own order.
         problems: name → reason.
+        cores: that its computing threads are bound to, if they are to any.
     """
 
     regions: list[tuple[str, Block]]
     problems: dict[str, str]
+    cores: list[int] = field(default_factory=list)
 
 
 class Layout:

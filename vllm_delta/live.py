@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from delta_wire import kernels
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest
 from delta_wire.encodings.warm import warm_up
@@ -43,10 +44,15 @@ class Live:
         Raises:
             LayoutError: some tensors cannot be patched exactly; the message names all of them.
         """
+        table = Checkpoint(folder).table()
+        traces = ranks.trace()
+        # whatever computes tokens is not to wait for what follows the bucket, in this process or on the ranks
+        cores = sorted({core for rank in traces for core in rank.cores})
+        kernels.keep_off(cores)
+        ranks.job("keep_off", *map(str, cores))
         # staging beside generation compiles nothing
         warm_up()
-        table = Checkpoint(folder).table()
-        layout = Layout(table, ranks.trace())
+        layout = Layout(table, traces)
         problems: dict[str, str] = {}
 
         def note(replies: list[dict[str, Any]]) -> None:

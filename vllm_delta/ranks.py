@@ -50,7 +50,7 @@ class Ranks:
             raise errors.ModelMismatchError(
                 "the ranks see different checkpoints under the model's path; put the same files on every host"
             )
-        return [RankTrace(reply["regions"], reply["problems"]) for reply in replies]
+        return [RankTrace(reply["regions"], reply["problems"], reply["cores"]) for reply in replies]
 
     def job(self, kind: str, *args: str | Path) -> list[dict[str, Any]]:
         """Run side work on all ranks and wait for all of it; steps go on meanwhile."""

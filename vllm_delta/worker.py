@@ -47,12 +47,6 @@ def _failure(error: BaseException) -> dict[str, Any]:
     return {"error": str(error) or repr(error), "kind": type(error).__name__}
 
 
-def _leave_main_core() -> None:
-    from delta_wire import kernels
-
-    kernels.unbind_thread()
-
-
 def checkpoint_folder(model_config: Any) -> Path:
     """The folder of the checkpoint that vLLM was started with."""
     from delta_wire.checkpoint import resolve_reference
@@ -82,11 +76,12 @@ class Rank:
         self._plan: Plan | AdapterPlan | None = None
         # what makes, writes and takes back the plan
         self._writer: Any = None
-        self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delta-plan", initializer=_leave_main_core)
+        self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delta-plan")
         self._job: tuple[int, Future[dict[str, Any]]] | None = None
 
     def trace(self) -> dict[str, Any]:
         """Trace the loader. Main thread, between two steps; milliseconds."""
+        from delta_wire import kernels
         from delta_wire.checkpoint import Checkpoint
         from vllm_delta.computed import trace_with_computed
         from vllm_delta.orders import find_orders
@@ -102,6 +97,7 @@ class Rank:
             "regions": [(region.tensor, region.source) for region in found.regions],
             "problems": found.problems,
             "table_sha256": table.sha256,
+            "cores": kernels.bound_cores(),
         }
 
     def _without_adapters(self) -> AbstractContextManager[torch.nn.Module]:
@@ -118,6 +114,7 @@ class Rank:
             "plan_checkpoint": self._plan_checkpoint,
             "plan_adapter": self._plan_adapter,
             "check_adapter": self._check_adapter,
+            "keep_off": self._keep_off,
             "leave_heap_alone": self._leave_heap_alone,
         }
         self._job = (job, self._side.submit(jobs[kind], *args))
@@ -187,6 +184,13 @@ class Rank:
 
     def _check_adapter(self) -> dict[str, Any]:
         return self.adapter.check()
+
+    def _keep_off(self, *cores: str) -> dict[str, Any]:
+        from delta_wire import kernels
+
+        # from the side thread, for it and what it makes
+        kernels.keep_off(map(int, cores))
+        return {}
 
     def _leave_heap_alone(self) -> dict[str, Any]:
         leave_heap_alone()

@@ -2,6 +2,8 @@
 """Versions in HTTP headers, requests that demand one, metrics, and weights that something else has written."""
 
 import json
+import os
+import re
 import threading
 import time
 import urllib.error
@@ -11,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from training import Training
 from vllm_server import Server, serve
@@ -51,6 +54,17 @@ def ask(server: Server, minimum: str | None = None, **options: Any) -> tuple[int
             return 200, dict(response.headers), raw if options.get("stream") else json.loads(raw)
     except urllib.error.HTTPError as error:
         return error.code, dict(error.headers), json.loads(error.read())
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+def test_what_plans_stays_off_the_core_that_computes(followed: tuple[Server, Training]):
+    server, _ = followed
+    (pid,) = set(re.findall(r"\(Worker\S* pid=(\d+)\)", server.log.read_text()))
+    worker = psutil.Process(int(pid))
+    computes = set(worker.cpu_affinity())
+    threads = [os.sched_getaffinity(thread.id) for thread in worker.threads()]
+    assert computes < set(range(os.cpu_count() or 1))
+    assert any(not cores & computes for cores in threads)
 
 
 def test_answers_name_their_version_and_requests_demand_one(followed: tuple[Server, Training]):
