@@ -36,10 +36,11 @@ from delta_wire.kernels.dispatch import (
     swap,
     warm_up,
 )
-from delta_wire.kernels.replacement import Replacement, Replacements
+from delta_wire.kernels.replacement import Change, OutsideError, Replacements, replacements
 
 __all__ = [
-    "Replacement",
+    "Change",
+    "OutsideError",
     "Replacements",
     "apply_steps",
     "bound_cores",
@@ -55,6 +56,7 @@ __all__ = [
     "gather",
     "keep_off",
     "lanes_to_ints",
+    "replacements",
     "rice_decode",
     "rice_encode",
     "round_bits",

@@ -9,15 +9,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 _GROUP = 64
 _PART = 16
-# elements of a commit that are written and then read back, and how far ahead their lines are fetched
-_PIECE = 64
-_AHEAD = 128
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,13 +23,8 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(nogil=True, cache=False, boundscheck=False)(function)
 
 
-def instruction(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`numba.extending.intrinsic`: what the function generates takes the place of calls to it."""
-    return intrinsic(function)
-
-
 @jit
-def _mix(x):
+def mix(x):
     x ^= x >> np.uint64(33)
     x *= np.uint64(0xFF51AFD7ED558CCD)
     x ^= x >> np.uint64(33)
@@ -142,8 +131,8 @@ def digest_sparse(indices, bits, key_0, key_1):
     lane_1 = np.uint64(0)
     for i in range(indices.size):
         word = (np.uint64(indices[i]) << np.uint64(16)) | np.uint64(bits[i])
-        lane_0 += _mix(word ^ key_0)
-        lane_1 += _mix(word + key_1)
+        lane_0 += mix(word ^ key_0)
+        lane_1 += mix(word + key_1)
     return lane_0, lane_1
 
 
@@ -158,8 +147,8 @@ def digest_block(bits, start, step_0, step_1, step_2, key_0, key_1):
             row = start + i * step_0 + j * step_1
             for k in range(bits.shape[2]):
                 word = (np.uint64(row + k * step_2) << np.uint64(16)) | np.uint64(bits[i, j, k])
-                lane_0 += _mix(word ^ key_0)
-                lane_1 += _mix(word + key_1)
+                lane_0 += mix(word ^ key_0)
+                lane_1 += mix(word + key_1)
     return lane_0, lane_1
 
 
@@ -179,73 +168,6 @@ def scatter(flat, positions, new, old):
         flat[at] = new[i]
 
 
-@instruction
-def _prefetch(typing, address):
-    """Fetch the line at an address into the second-level cache, which has room for more fetches at a time than the
-    first."""
-
-    def generate(context, builder, signature, args):
-        number = ir.IntType(32)
-        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        form = ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", (pointer.type,), form)
-        # to read, into the second level, data
-        builder.call(fetch, [pointer, number(0), number(2), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(address), generate
-
-
-@instruction
-def _load(typing, address):
-    def generate(context, builder, signature, args):
-        return builder.load(builder.inttoptr(args[0], ir.IntType(16).as_pointer()))
-
-    return types.uint16(address), generate
-
-
-@instruction
-def _store(typing, address, bits):
-    def generate(context, builder, signature, args):
-        builder.store(args[1], builder.inttoptr(args[0], ir.IntType(16).as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(address, types.uint16), generate
-
-
-@jit
-def replace(addresses, old, new, bounds, counts, start, stop):
-    """Write `new` to `addresses`, compare what was there with `old`, and read back what was written.
-
-    Lines are asked for long before they are needed, so that the processor fetches many at a time, and a piece's lines
-    stay in the cache until they are read back: each is fetched from memory once. Reads 12 K bytes and a line an
-    element, writes the lines.
-
-    Args:
-        addresses: uint64 `[K]`, of 16-bit elements. Nothing checks them: whoever makes them has.
-        old, new: uint16 `[K]`; what was not `old` becomes what was there.
-        bounds: int64 `[P + 1]`, first element of each of `P` parts, and `K`.
-        counts: int64 `[P, 2]`; to it are added the elements that did not hold `old`, and those that do not hold `new`
-            afterwards.
-        start, stop: range of elements to do.
-    """
-    for i in range(start, min(start + _AHEAD, stop)):
-        _prefetch(addresses[i])
-    for piece in range(start, stop, _PIECE):
-        end = min(piece + _PIECE, stop)
-        for i in range(piece + _AHEAD, min(end + _AHEAD, stop)):
-            _prefetch(addresses[i])
-        for i in range(piece, end):
-            found = _load(addresses[i])
-            if found != old[i]:
-                counts[np.searchsorted(bounds, i, side="right") - 1, 0] += 1
-                old[i] = found
-            _store(addresses[i], new[i])
-        for i in range(piece, end):
-            if _load(addresses[i]) != new[i]:
-                counts[np.searchsorted(bounds, i, side="right") - 1, 1] += 1
-
-
 @jit
 def swap(flat, positions, new, indices, key_0, key_1, old, lanes):
     """As [`scatter`], and adds the lanes (`[4]`, uint64) of the old bits and of those read back. Reads 16 K or 20 K
@@ -255,10 +177,10 @@ def swap(flat, positions, new, indices, key_0, key_1, old, lanes):
         index = np.uint64(indices[i]) << np.uint64(16)
         before = index | np.uint64(old[i])
         after = index | np.uint64(flat[positions[i]])
-        lanes[0] += _mix(before ^ key_0)
-        lanes[1] += _mix(before + key_1)
-        lanes[2] += _mix(after ^ key_0)
-        lanes[3] += _mix(after + key_1)
+        lanes[0] += mix(before ^ key_0)
+        lanes[1] += mix(before + key_1)
+        lanes[2] += mix(after ^ key_0)
+        lanes[3] += mix(after + key_1)
 
 
 @jit
@@ -270,6 +192,16 @@ def check_indices(indices, num_elements):
         if index <= previous or index >= num_elements:
             return i
         previous = index
+    return -1
+
+
+@jit
+def check_segments(indices, bounds, sizes):
+    """First segment `[bounds[s], bounds[s + 1])` that [`check_indices`] refuses for a tensor of `sizes[s]` elements,
+    −1 if there is none."""
+    for segment in range(sizes.size):
+        if check_indices(indices[bounds[segment] : bounds[segment + 1]], sizes[segment]) >= 0:
+            return segment
     return -1
 
 

@@ -153,11 +153,16 @@ def decode_steps(levels, group, counts, raw, step):
 
 
 @jit
+def moved(bits, step):
+    """The pattern that lies a step (uint16, modulo 2^16) from another on the monotone line."""
+    return line(np.uint16(line(bits) + step))
+
+
+@jit
 def apply_steps(old, step, new):
     """`new` = `old` moved by `step` (uint16, modulo 2^16) along the monotone line. Inverse of [`encode_steps`]."""
     for i in range(old.size):
-        moved = np.uint16(line(old[i]) + step[i])
-        new[i] = moved ^ np.uint16(0x7FFF) if moved & np.uint16(0x8000) else moved
+        new[i] = moved(old[i], step[i])
 
 
 @jit
@@ -165,7 +170,6 @@ def merge_relative(first, new_1, relative_1, second, new_2, relative_2, indices,
     """Compose two sparse changes of one tensor whose values may be steps: a step after bits moves them, a step after a
     step adds to it, bits replace whatever was there. Returns the number written."""
     i = j = at = 0
-    moved = np.empty(1, dtype=np.uint16)
     while i < first.size or j < second.size:
         take_first = i < first.size and (j >= second.size or np.int64(first[i]) <= np.int64(second[j]))
         take_second = j < second.size and (i >= first.size or np.int64(second[j]) <= np.int64(first[i]))
@@ -180,8 +184,7 @@ def merge_relative(first, new_1, relative_1, second, new_2, relative_2, indices,
             new[at] = new_1[i] + new_2[j]
             relative[at] = True
         else:
-            apply_steps(new_1[i : i + 1], new_2[j : j + 1], moved)
-            new[at] = moved[0]
+            new[at] = moved(new_1[i], new_2[j])
             relative[at] = False
         i += take_first
         j += take_second

@@ -317,7 +317,7 @@ def warm_up(device: torch.device | str = "cpu") -> None:
     """
     import torch
 
-    from delta_wire.kernels.replacement import Replacement, Replacements
+    from delta_wire.kernels.replacement import Change, replacements
 
     for dtype in (torch.float32, torch.bfloat16):
         param = torch.ones(8, dtype=dtype, device=device)
@@ -331,4 +331,7 @@ def warm_up(device: torch.device | str = "cpu") -> None:
     positions = torch.zeros(1, dtype=torch.int64, device=device)
     bits = gather(snapshot, positions)
     scatter(snapshot, positions, bits)
-    Replacements([Replacement(snapshot, positions, bits, bits.clone())]).run()
+    at, values = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint16)
+    for index_dtype in (np.int32, np.int64):
+        change = Change(snapshot, at, values, np.ones(1, dtype=np.bool_), np.zeros(1, dtype=index_dtype))
+        replacements([change]).run()

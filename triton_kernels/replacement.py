@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a planned change into live parameters: everything that can be prepared is prepared before.
+"""Changing live parameters: everything that can be prepared is prepared before, also what it adds to the digest.
 
 Letters: `M` elements of a storage, `K` changed elements in it.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -23,83 +23,129 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 15
 # that many elements are not worth a second thread
 _ALONE = 1 << 17
+# elements that did not hold the old bits, and elements that do not hold the new bits when read back
+Counts = tuple[int, int]
 
 
-class Replacement:
-    """Bits of one storage that are to take the place of others.
+# not frozen: a plan has one for every region, and freezing triples what making one costs
+@dataclass(slots=True)
+class Change:
+    """What elements of one storage are to become.
 
     Args:
         flat (`torch.Tensor`): int16 `[M]`, the storage.
-        positions (`torch.Tensor`): int64 `[K]`, no repeats, already checked to lie in `[0, M)`.
-        old (`torch.Tensor`): int16 `[K]`, what must be there; becomes what was there.
-        new (`torch.Tensor`): int16 `[K]`, what will be there.
+        positions (`np.ndarray`): int64 `[K]`, no repeats.
+        values (`np.ndarray`): uint16 `[K]`, new bits; steps where `relative` is set.
+        relative (`np.ndarray`, *optional*): bool `[K]`, marks steps on the monotone bf16 line.
+        indices (`np.ndarray`, *optional*): int32 or int64 `[K]`, the flat checkpoint indices, for the digest. `None`
+            if no digest knows these elements.
+        keys (`tuple`, *optional*, defaults to `(0, 0)`): the two 64-bit keys of the tensor's name.
+        expected (`int`, *optional*): bits that must be there, whatever is there while this is prepared.
     """
 
-    __slots__ = ("flat", "new", "old", "positions")
-
-    def __init__(self, flat: torch.Tensor, positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor):
-        num_changed = positions.numel()
-        require(
-            old.numel() == num_changed and new.numel() == num_changed,
-            f"Replacement: {num_changed} positions, {old.numel()} old and {new.numel()} new bits",
-        )
-        self.flat, self.positions, self.old, self.new = flat, positions, old, new
-
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """On another device: enqueue it; the two counts stay there."""
-        found = dispatch.scatter(self.flat, self.positions, self.new)
-        stale = (found != self.old).sum()
-        self.old.copy_(found)
-        return stale, (dispatch.gather(self.flat, self.positions) != self.new).sum()
+    flat: torch.Tensor
+    positions: np.ndarray
+    values: np.ndarray
+    relative: np.ndarray | None = None
+    indices: np.ndarray | None = None
+    keys: tuple[int, int] = (0, 0)
+    expected: int | None = None
 
 
-class Replacements:
-    """Replacements of one device, ready to be carried out at once.
+class OutsideError(ValueError):
+    """A position lies outside of its storage.
 
-    On a CPU one list of addresses is made of them, so that one call of a kernel does what would be hundreds: their
-    `old` and `new` bits become views of common arrays.
-
-    Args:
-        items (list of `Replacement`): no two of the same element.
+    Attributes:
+        item (`int`): number of the change.
     """
 
-    def __init__(self, items: Sequence[Replacement]):
-        self.items = items
-        self._on_host = bool(items) and is_on_host(items[0].flat)
-        if not self._on_host:
-            return
-        self._bounds = np.cumsum([0, *(item.positions.numel() for item in items)])
+    def __init__(self, item: int):
+        super().__init__(f"change {item} has a position outside of its storage")
+        self.item = item
+
+
+class Replacements(Protocol):
+    """Changes on one device, ready to be carried out at once.
+
+    Attributes:
+        lanes: for each change what it adds to the digest, two lanes modulo 2^64.
+    """
+
+    lanes: list[tuple[int, int]]
+
+    def run(self) -> list[Counts]:
+        """Carry them out, all of them whatever is found; the host waits for the device once."""
+        ...
+
+    def undo(self) -> bool:
+        """Put back what was there. Returns whether all of it is there again, read back."""
+        ...
+
+
+def replacements(items: Sequence[Change]) -> Replacements:
+    """Prepare changes of one device, no two of the same element, from the bits that are live now.
+
+    What they were made of is not kept: 12 bytes an element are, on a CPU.
+
+    Raises:
+        OutsideError: before anything is read.
+    """
+    for item in items:
+        sizes = {len(part) for part in (item.positions, item.values, item.relative, item.indices) if part is not None}
+        require(len(sizes) == 1, f"replacements: arrays of a change have {sorted(sizes)} elements")
+    on_host = not items or is_on_host(items[0].flat)
+    return _OnHost(items) if on_host else _OnDevice(items)
+
+
+class _OnHost:
+    """One list of addresses, so that one call of a kernel does what would be hundreds."""
+
+    def __init__(self, items: Sequence[Change]):
+        from delta_wire.kernels import cpu_replace
+
+        self._bounds = np.cumsum([0, *(item.positions.size for item in items)])
         size = int(self._bounds[-1])
-        self._addresses = np.empty(size, dtype=np.uint64)
-        self._old, self._new = np.empty(size, dtype=np.uint16), np.empty(size, dtype=np.uint16)
-        for item, (start, stop) in zip(items, pairwise(self._bounds.tolist()), strict=True):
-            part = slice(start, stop)
-            # two bytes an element
-            np.left_shift(item.positions.numpy().view(np.uint64), 1, out=self._addresses[part])
-            self._addresses[part] += np.uint64(item.flat.data_ptr())
-            self._old[part], self._new[part] = to_host(item.old, np.uint16), to_host(item.new, np.uint16)
-            item.old, item.new = to_torch(self._old[part]), to_torch(self._new[part])
+        # of positions here; the kernel makes addresses of them, and bits of steps
+        self._addresses, self._new = np.empty(size, dtype=np.uint64), np.empty(size, dtype=np.uint16)
+        self._old = np.empty(size, dtype=np.uint16)
+        lanes = np.zeros((len(items), 2), dtype=np.uint64)
+        if items:
+            np.concatenate([item.positions for item in items], out=self._addresses.view(np.int64))
+            np.concatenate([item.values for item in items], out=self._new)
+        wrong = cpu_replace.prepare(
+            np.array([item.flat.data_ptr() for item in items], dtype=np.uint64),
+            np.array([item.flat.numel() for item in items], dtype=np.uint64),
+            self._bounds,
+            _joined([item.indices for item in items], np.int32, items),
+            _joined([item.relative for item in items], np.bool_, items),
+            np.array([item.keys for item in items], dtype=np.uint64).reshape(-1, 2),
+            self._addresses,
+            self._old,
+            self._new,
+            lanes,
+        )
+        if wrong >= 0:
+            raise OutsideError(int(wrong))
+        self.lanes = [
+            (0, 0) if item.indices is None else (lane_0, lane_1)
+            for item, (lane_0, lane_1) in zip(items, lanes.tolist(), strict=True)
+        ]
+        for at, item in enumerate(items):
+            if item.expected is not None:
+                self._old[self._bounds[at] : self._bounds[at + 1]] = item.expected
 
-    def run(self) -> list[tuple[int, int]]:
-        """Carry them out, all of them whatever is found; the host waits for the device once.
+    def run(self) -> list[Counts]:
+        return self._swap(self._old, self._new)
 
-        Returns:
-            For each item the number of elements that did not hold the old bits, and of those that do not hold the new
-            bits when read back.
-        """
-        if not self.items:
-            return []
-        if not self._on_host:
-            import torch
+    def undo(self) -> bool:
+        return not any(unwritten for _, unwritten in self._swap(self._new, self._old))
 
-            counts = torch.stack([count for item in self.items for count in item.run()]).reshape(-1, 2)
-            return [(stale, unwritten) for stale, unwritten in counts.tolist()]
-        size = self._addresses.size
-        work = iter(range(0, size, _CHUNK))
+    def _swap(self, old: np.ndarray, new: np.ndarray) -> list[Counts]:
+        work = iter(range(0, self._addresses.size, _CHUNK))
         # whichever thread is free takes the next piece: the machine may be busy
-        beside = [dispatch.beside(self._work, work)] if size > _ALONE else []
+        beside = [dispatch.beside(self._work, work, old, new)] if self._addresses.size > _ALONE else []
         try:
-            counts = self._work(work)
+            counts = self._work(work, old, new)
         finally:
             # whoever takes it back must not meet a thread that still writes
             wait(beside)
@@ -107,11 +153,86 @@ class Replacements:
             counts += future.result()
         return [(stale, unwritten) for stale, unwritten in counts.tolist()]
 
-    def _work(self, starts: Iterator[int]) -> np.ndarray:
-        from delta_wire.kernels import cpu
+    def _work(self, starts: Iterator[int], old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        from delta_wire.kernels import cpu_replace
 
-        counts = np.zeros((len(self.items), 2), dtype=np.int64)
+        counts = np.zeros((len(self.lanes), 2), dtype=np.int64)
         for start in starts:
             stop = min(start + _CHUNK, self._addresses.size)
-            cpu.replace(self._addresses, self._old, self._new, self._bounds, counts, start, stop)
+            cpu_replace.replace(self._addresses, old, new, self._bounds, counts, start, stop)
         return counts
+
+
+def _joined(arrays: list[np.ndarray | None], dtype: type[np.generic], items: Sequence[Change]) -> np.ndarray:
+    """All entries of all changes, zeros for those that have none; empty if nobody has any."""
+    if all(array is None for array in arrays):
+        return np.empty(0, dtype=dtype)
+    filled = [
+        np.zeros(item.positions.size, dtype=dtype) if array is None else array
+        for array, item in zip(arrays, items, strict=True)
+    ]
+    return np.concatenate(filled)
+
+
+class _OnDevice:
+    """Change by change; what is found stays there until all are done."""
+
+    def __init__(self, items: Sequence[Change]):
+        import torch
+
+        for at, item in enumerate(items):
+            if item.positions.size and not 0 <= item.positions.min() <= item.positions.max() < item.flat.numel():
+                raise OutsideError(at)
+        self.lanes: list[tuple[int, int]] = []
+        # flat, positions, old and new bits
+        self._bits: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for item in items:
+            device = item.flat.device
+            positions = torch.from_numpy(item.positions).to(device)
+            old = dispatch.gather(item.flat, positions)
+            values = item.values
+            if item.relative is not None:
+                values = np.where(item.relative, _moved(item.values, to_host(old.cpu(), np.uint16)), values)
+            # a mapped file is read-only and ends with the staging folder
+            new = to_torch(values.copy()).to(device)
+            self.lanes.append(_change_of_digest(item, old, new))
+            if item.expected is not None:
+                old.fill_(int(np.uint16(item.expected).view(np.int16)))
+            self._bits.append((item.flat, positions, old, new))
+
+    def run(self) -> list[Counts]:
+        import torch
+
+        if not self._bits:
+            return []
+        counts = []
+        for flat, positions, old, new in self._bits:
+            found = dispatch.scatter(flat, positions, new)
+            stale = (found != old).sum()
+            # what is put back is what was there
+            old.copy_(found)
+            counts += [stale, (dispatch.gather(flat, positions) != new).sum()]
+        return [(stale, unwritten) for stale, unwritten in torch.stack(counts).reshape(-1, 2).tolist()]
+
+    def undo(self) -> bool:
+        import torch
+
+        for flat, positions, old, _ in self._bits:
+            dispatch.scatter(flat, positions, old)
+        return all(torch.equal(dispatch.gather(flat, positions), old) for flat, positions, old, _ in self._bits)
+
+
+def _moved(steps: np.ndarray, old: np.ndarray) -> np.ndarray:
+    from delta_wire.kernels import cpu_steps
+
+    new = np.empty_like(steps)
+    cpu_steps.apply_steps(old, steps, new)
+    return new
+
+
+def _change_of_digest(item: Change, old: torch.Tensor, new: torch.Tensor) -> tuple[int, int]:
+    if item.indices is None:
+        return 0, 0
+    before = dispatch.digest_sparse(item.indices, old, item.keys)
+    after = dispatch.digest_sparse(item.indices, new, item.keys)
+    return (after[0] - before[0]) % (1 << 64), (after[1] - before[1]) % (1 << 64)

@@ -21,7 +21,7 @@ from delta_wire import kernels
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest, tensor_keys
 from delta_wire.errors import DigestMismatchError, LayoutError
-from delta_wire.state import TensorDelta, TensorTable, resolve
+from delta_wire.state import TensorTable
 from vllm_delta.blocks import Block
 from vllm_delta.computed import Computed
 from vllm_delta.layout import refuse
@@ -31,14 +31,16 @@ from vllm_delta.staging import read_staged
 
 LanesDict = dict[int, tuple[int, int]]
 _SAMPLES = 64
+# elements that are made ready at once: until then they take three times as much memory
+_BATCH = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The change of one region: which, and the bits that are to be replaced."""
+class Write:
+    """What is written at once: changes on one device, and the region that each belongs to."""
 
-    region: int
-    bits: kernels.Replacement
+    regions: list[int]
+    changes: kernels.Replacements
 
 
 @dataclass(slots=True)
@@ -46,14 +48,15 @@ class Plan:
     """A change of this rank's weights, ready to be written, and what it adds to the digest of each region.
 
     Args:
-        parts: region by region.
-        writes: the bits of `parts`, one entry for each device.
+        writes: all of it; 12 bytes an element on a CPU.
+        pending, num_pending: regions and their changes that are not made ready yet, and elements of these.
         computed: parts of the model to compute anew, → their seals until then. The same on all ranks of
             a tensor-parallel group, whatever each of them holds of the change: computing may need all of them.
     """
 
-    parts: list[Part] = field(default_factory=list)
-    writes: list[kernels.Replacements] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    pending: list[tuple[int, kernels.Change]] = field(default_factory=list)
+    num_pending: int = 0
     lanes: LanesDict = field(default_factory=dict)
     num_changed: int = 0
     computed: dict[Computed, Digest | None] = field(default_factory=dict)
@@ -102,17 +105,13 @@ class Patcher:
             for at in self._of_tensor.get(name, ()):
                 chosen, positions = self._regions[at].locate(change.indices)
                 if positions.size:
-                    own = TensorDelta(
-                        name,
-                        change.indices[chosen],
-                        change.new[chosen],
-                        relative=None if change.relative is None else change.relative[chosen],
-                    )
-                    self._add(plan, at, own, positions)
+                    relative = None if change.relative is None else change.relative[chosen]
+                    self._add(plan, at, positions, change.new[chosen], relative, change.indices[chosen])
                     if self._regions[at].widened:
                         # like what changes, what must not is compared and read back in the commit
-                        self._clear(plan, at, positions - 1, expected=True)
-        return _ready(plan)
+                        self._clear(plan, at, positions - 1, expected=0)
+        self._ready(plan)
+        return plan
 
     def plan_checkpoint(self, folder: Path) -> Plan:
         """Plan what turns the live weights into those of a checkpoint: only the elements that differ."""
@@ -129,46 +128,62 @@ class Patcher:
                 differs = np.nonzero(wanted != self._view(region.storage, target).cpu().numpy().view(np.uint16))
                 if differs[0].size:
                     indices, positions = dot(source, differs), dot(target, differs)
-                    own = TensorDelta(region.tensor, indices, np.ascontiguousarray(wanted[differs]))
-                    self._add(plan, at, own, positions)
+                    self._add(plan, at, positions, np.ascontiguousarray(wanted[differs]), None, indices)
             for lower in self._lower_halves(region):
                 dirty = np.nonzero(self._view(region.storage, lower).cpu().numpy())
                 if dirty[0].size:
-                    self._clear(plan, at, dot(lower, dirty), expected=False)
-        return _ready(plan)
+                    self._clear(plan, at, dot(lower, dirty), expected=None)
+        self._ready(plan)
+        return plan
 
-    def _add(self, plan: Plan, at: int, change: TensorDelta, positions: np.ndarray) -> None:
-        """Add a region's change to a plan, with the bits that are live now and the digest of the difference."""
+    def _add(
+        self,
+        plan: Plan,
+        at: int,
+        positions: np.ndarray,
+        values: np.ndarray,
+        relative: np.ndarray | None,
+        indices: np.ndarray,
+    ) -> None:
+        """Add a region's change to a plan."""
         region = self._regions[at]
-        flat = self._storages[region.storage]
-        if positions.min() < 0 or positions.max() >= flat.numel():
-            raise LayoutError(
-                f"{region.tensor}: a planned position lies outside of {region.param} ({flat.numel()} elements); "
-                "nothing was written"
-            )
-        places = torch.from_numpy(self._ordered(region.storage, positions)).to(flat.device)
-        old = kernels.gather(flat, places)
-        change = resolve(change, old.cpu().numpy().view(np.uint16)) if change.relative is not None else change
-        # a mapped file is read-only and ends with the staging folder
-        new = torch.from_numpy(change.new.view(np.int16).copy()).to(flat.device)
-        plan.parts.append(Part(at, kernels.Replacement(flat, places, old, new)))
+        places, keys = self._ordered(region.storage, positions), tensor_keys(region.tensor)
+        self._put(plan, at, kernels.Change(self._storages[region.storage], places, values, relative, indices, keys))
         plan.num_changed += positions.size
-        keys = tensor_keys(region.tensor)
-        added = (
-            Digest(*plan.lanes.get(at, (0, 0)))
-            + Digest(*kernels.digest_sparse(change.indices, new, keys))
-            - Digest(*kernels.digest_sparse(change.indices, old, keys))
-        )
-        plan.lanes[at] = (added.lane_0, added.lane_1)
 
-    def _clear(self, plan: Plan, at: int, positions: np.ndarray, expected: bool) -> None:
-        """Write zeros into lower halves, which no digest knows of; `expected` if they are zero already."""
+    def _clear(self, plan: Plan, at: int, positions: np.ndarray, expected: int | None) -> None:
+        """Write zeros into lower halves, which no digest knows of; `expected` if they must be something already."""
         storage = self._regions[at].storage
-        flat = self._storages[storage]
-        places = torch.from_numpy(self._ordered(storage, positions)).to(flat.device)
-        zeros = torch.zeros(positions.size, dtype=torch.int16, device=flat.device)
-        old = zeros if expected else kernels.gather(flat, places)
-        plan.parts.append(Part(at, kernels.Replacement(flat, places, old.clone(), zeros)))
+        places, zeros = self._ordered(storage, positions), np.zeros(positions.size, dtype=np.uint16)
+        self._put(plan, at, kernels.Change(self._storages[storage], places, zeros, expected=expected))
+
+    def _put(self, plan: Plan, at: int, change: kernels.Change) -> None:
+        plan.pending.append((at, change))
+        plan.num_pending += change.positions.size
+        if plan.num_pending > _BATCH:
+            self._ready(plan)
+
+    def _ready(self, plan: Plan) -> None:
+        """Prepare what is pending with the bits that are live now, and take down what it adds to the digests."""
+        devices: dict[torch.device, list[tuple[int, kernels.Change]]] = {}
+        for at, change in plan.pending:
+            devices.setdefault(change.flat.device, []).append((at, change))
+        plan.pending, plan.num_pending = [], 0
+        for pending in devices.values():
+            regions = [at for at, _ in pending]
+            try:
+                changes = kernels.replacements([change for _, change in pending])
+            except kernels.OutsideError as error:
+                region = self._regions[regions[error.item]]
+                size = self._storages[region.storage].numel()
+                raise LayoutError(
+                    f"{region.tensor}: a planned position lies outside of {region.param} ({size} elements); nothing "
+                    "was written"
+                ) from error
+            plan.writes.append(Write(regions, changes))
+            for at, added in zip(regions, changes.lanes, strict=True):
+                total = Digest(*plan.lanes.get(at, (0, 0))) + Digest(*added)
+                plan.lanes[at] = (total.lane_0, total.lane_1)
 
     def commit(self, plan: Plan) -> LanesDict:
         """Write a plan and return what that added to the digest of each region.
@@ -180,14 +195,15 @@ class Patcher:
         if plan.state != "ready":
             raise LayoutError(f"this plan was already {plan.state}; stage the version again")
         plan.state = "begun"
-        counts = [count for writes in plan.writes for count in writes.run()]
-        for part, (stale, unwritten) in zip(plan.parts, counts, strict=True):
-            if stale:
-                raise LayoutError(
-                    f"{self._name(part)} changed between staging and commit; something else writes to it"
-                )
-            if unwritten:
-                raise LayoutError(f"{self._name(part)} does not hold what was written to it")
+        # all of them, whatever is found
+        counts = [write.changes.run() for write in plan.writes]
+        for write, found in zip(plan.writes, counts, strict=True):
+            for at, (stale, unwritten) in zip(write.regions, found, strict=True):
+                name = self._regions[at].tensor
+                if stale:
+                    raise LayoutError(f"{name} changed between staging and commit; something else writes to it")
+                if unwritten:
+                    raise LayoutError(f"{name} does not hold what was written to it")
         plan.state = "written"
         return plan.lanes
 
@@ -196,15 +212,9 @@ class Patcher:
         if plan.state == "ready":
             return True
         plan.state = "undone"
-        restored = True
-        for part in plan.parts:
-            kernels.scatter(part.bits.flat, part.bits.positions, part.bits.old)
-        for part in plan.parts:
-            restored &= torch.equal(kernels.gather(part.bits.flat, part.bits.positions), part.bits.old)
-        return restored
-
-    def _name(self, part: Part) -> str:
-        return self._regions[part.region].tensor
+        # all of them, whatever is found
+        restored = [write.changes.undo() for write in plan.writes]
+        return all(restored)
 
     def digest(self) -> LanesDict:
         """Digest of every region, over all of its live bits.
@@ -281,13 +291,3 @@ class Patcher:
             flat = self._storages[storage]
             return kernels.gather(flat, torch.from_numpy(positions).to(flat.device)).reshape(block.sizes)
         return self._storages[storage].as_strided(block.sizes, block.steps, block.start)
-
-
-def _ready(plan: Plan) -> Plan:
-    """Order the parts of a plan by device, and prepare what is written there."""
-    devices: dict[torch.device, list[Part]] = {}
-    for part in plan.parts:
-        devices.setdefault(part.bits.flat.device, []).append(part)
-    plan.parts = [part for parts in devices.values() for part in parts]
-    plan.writes = [kernels.Replacements([part.bits for part in parts]) for parts in devices.values()]
-    return plan

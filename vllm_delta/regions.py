@@ -70,11 +70,11 @@ class Region:
             `[M]`.
         """
         first, last = np.searchsorted(indices, [self.source.start, self.source.stop])
-        rest = indices[first:last].astype(np.int64)
         if self.source.steps == self.target.steps == (1,):
             # whole rows of a whole tensor, by far the most
-            rest += self.target.start - self.source.start
-            return slice(int(first), int(last)), rest
+            shift = self.target.start - self.source.start
+            return slice(int(first), int(last)), np.add(indices[first:last], shift, dtype=np.int64)
+        rest = indices[first:last].astype(np.int64)
         rest -= self.source.start
         positions = np.full(rest.size, self.target.start, dtype=np.int64)
         inside = np.ones(rest.size, dtype=np.bool_)

@@ -151,31 +151,92 @@ def test_scatter_returns_what_was_there_and_gather_reads_it_back():
     assert torch.equal(flat, torch.arange(100, dtype=torch.int16))
 
 
+def changes_of(sizes: tuple[int, ...], counts: tuple[int, ...], steps: bool) -> list[kernels.Change]:
+    """Random changes of random storages; bits and steps in turn if there are steps, the first without a digest."""
+    random = np.random.default_rng(0)
+    items = []
+    for at, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        flat = torch.randint(-32768, 32768, (size,), dtype=torch.int16)
+        values = random.integers(0, 1 << 16, count).astype(np.uint16)
+        relative = random.integers(0, 2, count).astype(bool) if steps and at % 2 == 0 else None
+        indices = np.sort(random.choice(1 << 40, count)) if at else None
+        items.append(
+            kernels.Change(flat, random.permutation(size)[:count], values, relative, indices, (at, ~at % 2**64))
+        )
+    return items
+
+
+def expected_of(item: kernels.Change) -> tuple[torch.Tensor, tuple[int, int]]:
+    """The storage after a change, and what that adds to the digest, by the references."""
+    positions = torch.from_numpy(item.positions)
+    old, new = item.flat[positions], torch.from_numpy(item.values.view(np.int16))
+    if item.relative is not None:
+        moved = kernels.apply_steps(old, new)
+        new = torch.where(torch.from_numpy(item.relative), moved, new)
+    lanes = (0, 0)
+    if item.indices is not None:
+        listed = torch.from_numpy(item.indices)
+        before, after = (reference.digest_sparse(listed, bits, item.keys) for bits in (old, new))
+        lanes = tuple((b - a) % 2**64 for a, b in zip(before, after, strict=True))
+    return item.flat.index_put((positions,), new), lanes  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize("threaded", [False, True])
-def test_replacing_counts_what_was_not_there(monkeypatch: pytest.MonkeyPatch, threaded: bool):
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("form", ["host", "device"])
+def test_changes_are_prepared_written_counted_and_taken_back(
+    monkeypatch: pytest.MonkeyPatch, threaded: bool, steps: bool, form: str
+):
     if threaded:
         monkeypatch.setattr(replacement, "_ALONE", 0)
         monkeypatch.setattr(replacement, "_CHUNK", 100)
-    storages = [torch.randint(-32768, 32768, (size,), dtype=torch.int16) for size in (10, 7000, 5000)]
-    expected = [flat.clone() for flat in storages]
-    items = []
-    for flat, wanted, count in zip(storages, expected, (1, 6000, 3), strict=True):
-        positions = torch.randperm(flat.numel())[:count]
-        new = torch.randint(-32768, 32768, (count,), dtype=torch.int16)
-        wanted[positions] = new
-        items.append(kernels.Replacement(flat, positions, flat[positions].clone(), new))
+    if form == "device":
+        monkeypatch.setattr(replacement, "is_on_host", lambda tensor: False)
+    items = changes_of((10, 7000, 5000, 3), (1, 6000, 3, 0), steps)
+    wanted, lanes = zip(*map(expected_of, items), strict=True)
+    changes = kernels.replacements(items)
+    assert changes.lanes == list(lanes)
     foreign = items[1].positions[[0, 4000]]
-    storages[1][foreign] ^= 1
-    assert kernels.Replacements(items).run() == [(0, 0), (2, 0), (0, 0)]
-    assert all(map(torch.equal, storages, expected))
-    assert kernels.Replacements([]).run() == []
+    items[1].flat[foreign] ^= 1
+    before = [item.flat.clone() for item in items]
+    assert changes.run() == [(0, 0), (2, 0), (0, 0), (0, 0)]
+    assert all(torch.equal(item.flat, after) for item, after in zip(items, wanted, strict=True))
+    # what somebody else has written is there again, too
+    assert changes.undo()
+    assert all(torch.equal(item.flat, bits) for item, bits in zip(items, before, strict=True))
+    assert kernels.replacements([]).run() == []
+
+
+@pytest.mark.parametrize("form", ["host", "device"])
+def test_what_must_be_there_is_counted_if_it_is_not(monkeypatch: pytest.MonkeyPatch, form: str):
+    if form == "device":
+        monkeypatch.setattr(replacement, "is_on_host", lambda tensor: False)
+    flat, zeros = as_bits([0, 5, 0]), np.zeros(3, dtype=np.uint16)
+    changes = kernels.replacements([kernels.Change(flat, np.arange(3), zeros, expected=0)])
+    assert changes.lanes == [(0, 0)]
+    assert changes.run() == [(1, 0)] and flat.tolist() == [0, 0, 0]
+    assert changes.undo() and flat.tolist() == [0, 5, 0]
+
+
+@pytest.mark.parametrize("form", ["host", "device"])
+@pytest.mark.parametrize("position", [-1, 5, 1 << 62, -(1 << 63)])
+def test_positions_outside_are_refused(monkeypatch: pytest.MonkeyPatch, position: int, form: str):
+    if form == "device":
+        monkeypatch.setattr(replacement, "is_on_host", lambda tensor: False)
+    flat, zero = torch.ones(5, dtype=torch.int16), np.zeros(1, dtype=np.uint16)
+    inside = kernels.Change(flat, np.array([4]), zero)
+    with pytest.raises(kernels.OutsideError) as error:
+        kernels.replacements([inside, kernels.Change(flat, np.array([position]), zero)])
+    assert error.value.item == 1 and flat.tolist() == [1] * 5
+    with pytest.raises(ValueError, match=r"have \[1, 2\] elements"):
+        kernels.replacements([kernels.Change(flat, np.array([1, 2]), zero)])
 
 
 def test_replacing_reads_back_what_it_wrote():
     # two entries for one place: the first does not hold what was written to it
-    twice = torch.tensor([3, 3])
-    item = kernels.Replacement(torch.zeros(5, dtype=torch.int16), twice, as_bits([0, 1]), as_bits([1, 2]))
-    assert kernels.Replacements([item]).run() == [(0, 1)]
+    flat, values = torch.zeros(5, dtype=torch.int16), np.array([1, 2], dtype=np.uint16)
+    changes = kernels.replacements([kernels.Change(flat, np.array([3, 3]), values)])
+    assert changes.run() == [(1, 1)]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from half_written import run_half
 
 from delta_wire import kernels
+from delta_wire.kernels import replacement
 from vllm_delta.adapter_label import ADAPTER_ID
 from vllm_delta.adapter_slot import AdapterSlot
 from vllm_delta.worker import DeltaWorkerExtension
@@ -58,12 +60,11 @@ class Faulty(DeltaWorkerExtension):
         if "scatter" not in self.delta_faults_:
             return super().delta_commit()
 
-        def fail_half_way(writes: kernels.Replacements) -> Any:
-            run(kernels.Replacements(writes.items[: len(writes.items) // 2]))
+        def fail_half_way(changes: kernels.Replacements) -> Any:
+            run_half(changes)
             raise RuntimeError("the device fell off the bus in the middle of the scatter")
 
-        run = kernels.Replacements.run
-        with mock.patch.object(kernels.Replacements, "run", fail_half_way):
+        with mock.patch.object(replacement._OnHost, "run", fail_half_way):
             return super().delta_commit()
 
     def delta_undo(self) -> dict[str, Any]:

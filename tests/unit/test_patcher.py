@@ -2,6 +2,7 @@
 """One rank writes a plan, takes it back, and says what is there."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from training import Training
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest, digest_tensor
 from delta_wire.errors import DeltaError, DigestMismatchError, LayoutError, ModelMismatchError
-from delta_wire.kernels import cpu
+from delta_wire.kernels import cpu_replace
 from vllm_delta import patcher as module
 from vllm_delta.layout import Layout, RankTrace, total
 from vllm_delta.orders import order_of
@@ -86,7 +87,7 @@ def test_a_checkpoint_plan_holds_the_differing_elements_only(training: Training,
         plan = patcher.plan_checkpoint(training.base)
         assert plan.num_changed == changed
         patcher.commit(plan)
-        assert not patcher.plan_checkpoint(training.base).parts
+        assert not patcher.plan_checkpoint(training.base).writes
     assert live.digest() == target
 
 
@@ -118,7 +119,7 @@ def test_undo_after_a_commit_that_broke_anywhere(
     before = live.parameters()
     plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
     assert plan.num_changed > 50
-    real = cpu.replace
+    real = cpu_replace.replace
 
     def fail_later(*args):
         *arrays, start, stop = args
@@ -126,7 +127,7 @@ def test_undo_after_a_commit_that_broke_anywhere(
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "replace", fail_later)
+        patch.setattr(cpu_replace, "replace", fail_later)
         with pytest.raises(RuntimeError, match="is gone"):
             live.patchers[0].commit(plan)
     assert (live.parameters() == before) is (done == 0)
@@ -134,11 +135,39 @@ def test_undo_after_a_commit_that_broke_anywhere(
     assert live.parameters() == before
 
 
+@pytest.mark.parametrize("batch", [0, 60])
+def test_a_plan_is_made_ready_bit_by_bit(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+):
+    live = Ranks(training.base, 1)
+    before = live.parameters()
+    path = write_delta(training, tmp_path / "delta.safetensors")
+    whole = live.patchers[0].plan_delta(path)
+    monkeypatch.setattr(module, "_BATCH", batch)
+    plan = live.patchers[0].plan_delta(path)
+    assert len(plan.writes) > 1 and (plan.lanes, plan.num_changed) == (whole.lanes, whole.num_changed)
+    live.patchers[0].commit(plan)
+    written = live.parameters()
+    assert live.patchers[0].undo(plan) and live.parameters() == before
+    live.patchers[0].commit(whole)
+    assert live.parameters() == written
+    live.patchers[0].commit(live.patchers[0].plan_checkpoint(training.base))
+    assert live.parameters() == before
+
+
+def place_of(live: Ranks, plan: module.Plan, number: int) -> tuple[torch.Tensor, int]:
+    """Storage and position of the first element of a part of a plan."""
+    patcher, write = live.patchers[0], plan.writes[0]
+    flat = patcher._storages[patcher._regions[write.regions[number]].storage]
+    address = write.changes._addresses[write.changes._bounds[number]]  # type: ignore[attr-defined]
+    return flat, (int(address) - flat.data_ptr()) // 2
+
+
 def test_weights_that_changed_after_planning_stop_the_commit_and_stay(training: Training, tmp_path: Path):
     live = Ranks(training.base, 1)
     plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
-    part = plan.parts[len(plan.parts) // 2]
-    part.bits.flat[part.bits.positions[0]] ^= 1
+    flat, position = place_of(live, plan, len(plan.writes[0].regions) // 2)
+    flat[position] ^= 1
     before = live.parameters()
     with pytest.raises(LayoutError, match="changed between staging and commit"):
         live.patchers[0].commit(plan)
@@ -151,16 +180,20 @@ def test_a_write_that_does_not_arrive_stops_the_commit(
 ):
     live = Ranks(training.base, 1)
     plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
-    monkeypatch.setattr(plan.writes[0], "run", lambda: [(0, 0)] * (len(plan.parts) - 1) + [(0, 1)])
+    (write,) = plan.writes
+    monkeypatch.setattr(write.changes, "run", lambda: [(0, 0)] * (len(write.regions) - 1) + [(0, 1)])
     with pytest.raises(LayoutError, match="does not hold what was written"):
         live.patchers[0].commit(plan)
 
 
-def test_undo_says_when_bits_are_not_back(training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_undo_says_when_bits_are_not_back(training: Training, tmp_path: Path):
     live = Ranks(training.base, 1)
     plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
     live.patchers[0].commit(plan)
-    monkeypatch.setattr(module.kernels, "scatter", lambda *args: None)
+    # the second of two writes to one place is what is read back
+    changes: Any = plan.writes[0].changes
+    changes._addresses[0] = changes._addresses[1]
+    changes._old[0] = ~changes._old[1]
     assert not live.patchers[0].undo(plan)
 
 
@@ -190,8 +223,9 @@ def test_lower_halves_are_compared_by_the_commit_and_healed_by_a_checkpoint(trai
     before = live.parameters()
     path = write_delta(training, tmp_path / "delta.safetensors")
     plan = live.patchers[0].plan_delta(path)
-    router = next(part for part in plan.parts if live.patchers[0]._name(part) == "router.weight")
-    dirty(live, at=int(router.bits.positions[0]) // 2)
+    regions = [live.patchers[0]._regions[at].tensor for at in plan.writes[0].regions]
+    _, position = place_of(live, plan, regions.index("router.weight"))
+    dirty(live, at=position // 2)
     spoilt = live.parameters()
     with pytest.raises(LayoutError, match=r"router\.weight changed between staging and commit"):
         live.patchers[0].commit(plan)

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fake_server import FakeEngine, FakeWorker, as_loaded, write_checkpoint
+from half_written import run_half
 from training import Training
 
-from delta_wire import kernels
 from delta_wire.errors import StoreUnavailableError
 from vllm_delta.commit import Coordinator
 from vllm_delta.live import Live
@@ -163,13 +163,8 @@ class ScheduledEngine(FakeEngine):
 
 def halve(worker: FakeWorker) -> None:
     """Let a commit write only the first half of its plan; what it takes back is the whole plan."""
-    plan = worker.delta_rank_.plan
-    half = kernels.Replacements(plan.writes[0].items[: len(plan.parts) // 2])
-
-    def run() -> list[tuple[int, int]]:
-        return half.run() + [(0, 0)] * (len(plan.parts) - len(half.items))
-
-    plan.writes[0].run = run  # type: ignore[method-assign]
+    (write,) = worker.delta_rank_.plan.writes
+    write.changes.run = lambda: run_half(write.changes)  # type: ignore[method-assign]
 
 
 class ScheduledSubscriber(Subscriber):

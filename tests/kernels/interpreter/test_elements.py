@@ -3,12 +3,14 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from triton.runtime import interpreter
 
 from delta_wire import kernels
 from delta_wire.kernels import reference, triton_digest, triton_extract, triton_scatter
+from delta_wire.kernels.devices import to_host
 
 KEYS = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 BLOCK = 128
@@ -308,13 +310,19 @@ def test_replacements_of_a_device_are_one_wait_of_its_host(sizes: tuple[int, ...
     before = [flat.clone() for flat in storages]
     old = [flat[listed] for flat, listed in zip(storages, positions, strict=True)]
     new = [bits ^ 1 for bits in old]
-    items = [kernels.Replacement(*each) for each in zip(storages, positions, old, new, strict=True)]
+    items = [
+        kernels.Change(flat, listed.numpy(), to_host(bits, np.uint16))
+        for flat, listed, bits in zip(storages, positions, new, strict=True)
+    ]
+    changes, again = kernels.replacements(items), kernels.replacements(items)
     host_reads.clear()
-    assert kernels.Replacements(items).run() == [(0, 0)] * len(sizes)
+    assert changes.run() == [(0, 0)] * len(sizes)
     assert host_reads == ["tolist"]
     for flat, listed, bits, start in zip(storages, positions, new, before, strict=True):
         assert torch.equal(flat, start.index_put((listed,), bits))
-    # what is there now is not what the same change expects: it is told and kept, so that it can be put back
-    again = [kernels.Replacement(*each) for each in zip(storages, positions, old, new, strict=True)]
-    assert kernels.Replacements(again).run() == [(size, 0) for size in sizes]
-    assert all(torch.equal(bits, now) for bits, now in zip(old, new, strict=True))
+    # what is there now is not what the same changes expect: it is told, and put back
+    assert again.run() == [(size, 0) for size in sizes]
+    assert again.undo()
+    for flat, listed, bits, start in zip(storages, positions, new, before, strict=True):
+        assert torch.equal(flat, start.index_put((listed,), bits))
+    assert changes.undo() and all(map(torch.equal, storages, before))
