@@ -2,7 +2,7 @@
 """Registration with vLLM: the few places where a released, unmodified vLLM is extended.
 
 vLLM calls [`register`] once in every process of a server (API server, engine core, each worker). Without
-`DELTA_SYNC_BUCKET` it does nothing at all.
+`DELTA_SYNC_BUCKET` it only sees to it that a server with our worker extension does not start.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from delta_wire.errors import SetupError
@@ -27,7 +29,12 @@ _WRITERS = {
 def register() -> None:
     """Entry point `vllm.general_plugins`."""
     global _registered
-    if _registered or not os.environ.get(BUCKET, "").strip():
+    if _registered:
+        return
+    if not os.environ.get(BUCKET, "").strip():
+        # where vLLM has not read its arguments, no server is started
+        if "vllm.engine.arg_utils" in sys.modules:
+            _check_arguments(_require_bucket)
         return
     # a setting that cannot work ends the start here, before a model is loaded
     Settings.from_env()
@@ -35,7 +42,8 @@ def register() -> None:
     # remembers the cores of this process before vLLM binds its main thread to one of them
     import delta_wire.kernels  # noqa: F401
 
-    _check_start()
+    _check_arguments(_require_extension)
+    _check_executor()
     _extend_engine_core()
     _extend_api_server()
     _refuse_in_process_engine()
@@ -143,7 +151,43 @@ def _watch_writers(proc: Any) -> None:
     proc.resume_scheduler = resume_unless_held
 
 
-def _check_start() -> None:
+def _check_arguments(check: Callable[[Any], None]) -> None:
+    """Refuse a worker extension, or that there is none, before vLLM starts its first process.
+
+    While these start vLLM loses a request to stop, and whatever they refuse comes late and far up in the log.
+    """
+    from vllm.engine import arg_utils
+
+    arguments: Any = arg_utils.EngineArgs
+    make = arguments.create_engine_config
+
+    @functools.wraps(make)
+    def checked(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+        check(engine_args.worker_extension_cls)
+        return make(engine_args, *args, **kwargs)
+
+    arguments.create_engine_config = checked
+
+
+def _require_bucket(extension: Any) -> None:
+    if isinstance(extension, str) and extension.partition(".")[0] == __package__:
+        require_registered()
+
+
+def _require_extension(extension: Any) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from vllm_delta.worker import DeltaWorkerExtension
+
+    found = resolve_obj_by_qualname(extension) if isinstance(extension, str) and extension else extension
+    if not (isinstance(found, type) and issubclass(found, DeltaWorkerExtension)):
+        raise SetupError(
+            f"{BUCKET} is set, but the server was started without our worker extension (found {extension!r}): add "
+            f"--worker-extension-cls vllm_delta.DeltaWorkerExtension, or unset {BUCKET}"
+        )
+
+
+def _check_executor() -> None:
     """Refuse what cannot be followed before the first worker starts."""
     from vllm.v1.executor import abstract
 
@@ -152,30 +196,15 @@ def _check_start() -> None:
 
     @functools.wraps(start)
     def checked(executor: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        _require_followable(vllm_config.parallel_config)
+        # vLLM runs the replicas of other models as engines of their own, each with a size of 1
+        if vllm_config.parallel_config.data_parallel_size > 1:
+            raise SetupError(
+                "mixture-of-experts models with data parallelism are not supported yet in this release of "
+                f"delta-weight-sync: unset {BUCKET}, or serve with --data-parallel-size 1"
+            )
         start(executor, vllm_config, *args, **kwargs)
 
     executor_class.__init__ = checked
-
-
-def _require_followable(parallel_config: Any) -> None:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    from vllm_delta.worker import DeltaWorkerExtension
-
-    name = parallel_config.worker_extension_cls
-    found = resolve_obj_by_qualname(name) if isinstance(name, str) and name else name
-    if not (isinstance(found, type) and issubclass(found, DeltaWorkerExtension)):
-        raise SetupError(
-            f"{BUCKET} is set, but the server was started without our worker extension (found {name!r}): add "
-            f"--worker-extension-cls vllm_delta.DeltaWorkerExtension, or unset {BUCKET}"
-        )
-    # vLLM runs the replicas of other models as engines of their own, each with a size of 1
-    if parallel_config.data_parallel_size > 1:
-        raise SetupError(
-            "mixture-of-experts models with data parallelism are not supported yet in this release of "
-            f"delta-weight-sync: unset {BUCKET}, or serve with --data-parallel-size 1"
-        )
 
 
 def _settings_of(core: Any) -> Settings:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts that the map cannot express are refused by a real server at its start, with names and reason, float32 not.
+"""What a real server refuses at its start: a setup that cannot work, and layouts that the map cannot express, by name.
 
 Among them are those that vLLM's own ways to update weights answer with success and wrong weights: its sparse patches
 and its reload do so with expert weights that a CPU kernel has permuted, its reload with tied ones that were packed.
@@ -17,6 +17,17 @@ pytestmark = pytest.mark.e2e
 
 OURS = "--worker-extension-cls=vllm_delta.DeltaWorkerExtension"
 OTHER = "--worker-extension-cls=other_layouts.Other"
+
+
+def test_the_extension_without_a_bucket_ends_the_start_before_another_process_begins(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+):
+    # `serve` sets no bucket by itself; while the processes of a start begin, vLLM loses a request to stop
+    with pytest.raises(RuntimeError, match="ended with 1\n"), serve(tiny_model("qwen3"), tmp_path / "log", OURS):
+        pass
+    log = (tmp_path / "log").read_text()
+    assert log.rstrip().splitlines()[-1].startswith("delta_wire.errors.SetupError: DELTA_SYNC_BUCKET is not set"), log
+    assert "APIServer pid" in log and "EngineCore pid" not in log
 
 
 @pytest.mark.parametrize(
