@@ -69,7 +69,7 @@ class Coordinator:
         self._folder = folder
         self.status = Status(settings.server_id, settings.bucket)
         self.wake = threading.Event()
-        self._verifications = Verifications()
+        self._verifications = Verifications(settings.verify_frac)
         self._refused: LayoutError | None = None
         # manifest of a version that its deltas do not lead to
         self._wrong: str | None = None
@@ -123,8 +123,8 @@ class Coordinator:
         """Ask for the digest of all live weights; safe from any thread.
 
         Returns:
-            `Future`: the answer of `POST /delta/verify`. Hashing runs beside the engine's steps; no commit happens
-            meanwhile.
+            `Future`: the answer of `POST /delta/verify`. Hashing runs beside the engine's steps, a small share of the
+            time; no commit happens meanwhile.
         """
         answer = self._verifications.request()
         self.wake.set()

@@ -23,6 +23,7 @@ from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest, tensor_keys
 from delta_wire.state import TensorTable
 from vllm_delta.blocks import Block
+from vllm_delta.pace import Pace
 from vllm_delta.regions import Region, Trace, flat_bits, trace
 
 # how far from a layer the objects are that work for it: its method, the method's kernel, the kernel's own
@@ -106,9 +107,9 @@ class Computed:
                     get_layerwise_info(module).reset()
         self.seal = self._hash()
 
-    def intact(self) -> bool:
+    def intact(self, pace: Pace) -> bool:
         """Whether the live tensors are what `rebuild` left."""
-        return self.seal is not None and self._hash() == self.seal
+        return self.seal is not None and self._hash(pace) == self.seal
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self.tensors:
@@ -120,10 +121,12 @@ class Computed:
                     _view(flat, region.source).copy_(_view(self._storages[region.storage], region.target))
             yield name, weight
 
-    def _hash(self) -> Digest:
+    def _hash(self, pace: Pace | None = None) -> Digest:
         total = Digest()
         for number, storage in enumerate(_storages(self._module)):
             total = total + Digest(*kernels.digest_dense(storage, tensor_keys(f"{number}")))
+            if pace is not None:
+                pace.rest()
         return total
 
     def _hidden(self) -> str | None:

@@ -75,10 +75,18 @@ class Live:
             )
         return cls(ranks, layout, table, folder, total(_digests(ranks, layout)))
 
-    def digests(self) -> dict[str, Digest]:
-        """Digest of every tensor over all live bits; [`DigestMismatchError`] if ranks that share a block disagree."""
-        return _digests(self.ranks, self.layout)
+    def digests(self, share_frac: float = 1.0) -> dict[str, Digest]:
+        """Digest of every tensor over all live bits.
+
+        Args:
+            share_frac (`float`, *optional*, defaults to `1.0`): of the time that each rank spends on it; the rest is
+                the engine's.
+
+        Raises:
+            DigestMismatchError: ranks that share a block disagree.
+        """
+        return _digests(self.ranks, self.layout, share_frac)
 
 
-def _digests(ranks: Ranks, layout: Layout) -> dict[str, Digest]:
-    return layout.combine([reply["lanes"] for reply in ranks.job("digest")])
+def _digests(ranks: Ranks, layout: Layout, share_frac: float = 1.0) -> dict[str, Digest]:
+    return layout.combine([reply["lanes"] for reply in ranks.job("digest", str(share_frac))])

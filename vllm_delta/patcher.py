@@ -25,6 +25,7 @@ from delta_wire.state import TensorTable
 from vllm_delta.blocks import Block
 from vllm_delta.computed import Computed
 from vllm_delta.layout import refuse
+from vllm_delta.pace import Pace
 from vllm_delta.pieces import dot, slices
 from vllm_delta.regions import Region, Trace
 from vllm_delta.staging import read_staged
@@ -216,14 +217,18 @@ class Patcher:
         restored = [write.changes.undo() for write in plan.writes]
         return all(restored)
 
-    def digest(self) -> LanesDict:
+    def digest(self, pace: Pace | None = None) -> LanesDict:
         """Digest of every region, over all of its live bits.
+
+        Args:
+            pace ([`Pace`], *optional*): where to rest between two pieces; never without it.
 
         Raises:
             DigestMismatchError: something else has written into a computed part, or what lies beside the bits.
         """
+        pace = pace or Pace()
         for part in self.computed:
-            if not part.intact():
+            if not part.intact(pace):
                 raise DigestMismatchError(
                     f"{part.name}: the live tensors are not those that were computed from {', '.join(part.tensors)}"
                 )
@@ -236,6 +241,7 @@ class Patcher:
                         self._view(region.storage, target), keys, start=source.start, steps=source.steps
                     )
                 )
+                pace.rest()
             if wrong := self._num_not_widened(region):
                 raise DigestMismatchError(f"{region.param}: {wrong} elements of the live float32 are no bf16 values")
             result[at] = (sums.lane_0, sums.lane_1)
@@ -280,8 +286,13 @@ class Patcher:
         return positions if order is None else order(positions)
 
     def _pieces(self, region: Region) -> Iterator[tuple[Block, Block]]:
-        # what has been permuted is copied together, eight bytes of position an element
-        return slices(region, max_elements=1 << 20) if region.storage in self._orders else slices(region)
+        if region.storage in self._orders:
+            # what has been permuted is copied together, eight bytes of position an element
+            return slices(region, max_elements=1 << 20)
+        if self._storages[region.storage].device.type == "cpu":
+            # some milliseconds; where there is a device of its own, each piece costs a launch
+            return slices(region, max_elements=1 << 21)
+        return slices(region)
 
     def _view(self, storage: int, block: Block) -> torch.Tensor:
         if storage in self._orders:

@@ -14,8 +14,9 @@ from delta_wire.errors import DeltaError
 from vllm_delta.engine import Engine
 from vllm_delta.layout import RankTrace
 
-# each look is a remote call between two steps
+# each look is a remote call between two steps: what takes long is looked at more rarely
 _POLL_S = 0.04
+_POLL_FRAC = 0.1
 
 
 def raise_failures(replies: Sequence[dict[str, Any]]) -> None:
@@ -55,13 +56,14 @@ class Ranks:
     def job(self, kind: str, *args: str | Path) -> list[dict[str, Any]]:
         """Run side work on all ranks and wait for all of it; steps go on meanwhile."""
         job = next(self._jobs)
+        began_s = time.monotonic()
         self._ask("delta_submit", job, kind, *map(str, args))
         while True:
             replies = self._engine.between_steps(lambda: self._engine.rpc("delta_poll", job))
             if not any(reply.get("pending") for reply in replies):
                 raise_failures(replies)
                 return replies
-            time.sleep(_POLL_S)
+            time.sleep(max(_POLL_S, (time.monotonic() - began_s) * _POLL_FRAC))
 
     def prove(self, number: int) -> list[dict[str, Any]]:
         """Compute one of the computed parts anew, on all ranks between the same two steps, and compare."""

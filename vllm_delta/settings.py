@@ -37,6 +37,8 @@ class Settings:
         stage_dir (`Path`): folder for downloads (`DELTA_SYNC_STAGE_DIR`); every rank must see it.
         min_version_wait_s (`float`): how long a request with the header `x-min-weight-version` waits before it is
             answered with 409 (`DELTA_SYNC_MIN_VERSION_WAIT_S`).
+        verify_frac (`float`): share of the time that each rank spends on a verification of its live weights while it
+            lasts; the rest is left to generation (`DELTA_SYNC_VERIFY_FRAC`).
         server_id (`str`): name of this server in the bucket (`DELTA_SYNC_SERVER_ID`).
         verifier ([`~delta_wire.signing.Verifier`], *optional*): refuses versions that are not signed by one of the
             keys in `DELTA_SYNC_PUBLIC_KEY`: 64 hex digits or files that hold them, separated by commas.
@@ -49,6 +51,7 @@ class Settings:
     stage_dir: Path = Path(tempfile.gettempdir())
     server_id: str = ""
     min_version_wait_s: float = 10.0
+    verify_frac: float = 0.1
     verifier: Verifier | None = None
 
     @classmethod
@@ -88,6 +91,7 @@ class Settings:
             stage_dir=stage_dir,
             server_id=server_id,
             min_version_wait_s=_seconds(env, "DELTA_SYNC_MIN_VERSION_WAIT_S", 10.0),
+            verify_frac=_number(env, "DELTA_SYNC_VERIFY_FRAC", 0.1, 0.01, 1, "share of the time"),
             verifier=_verifier(env),
         )
 
@@ -117,13 +121,17 @@ def _default_server_id() -> str:
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    return _number(env, name, default, 0.01, 3600, "number of seconds")
+
+
+def _number(env: Mapping[str, str], name: str, default: float, least: float, most: float, what: str) -> float:
     text = env.get(name, "").strip()
     try:
         value = float(text) if text else default
     except ValueError:
         value = math.nan
-    if not 0.01 <= value <= 3600:
-        raise SetupError(f"{name}={text!r} is no number of seconds between 0.01 and 3600")
+    if not least <= value <= most:
+        raise SetupError(f"{name}={text!r} is no {what} between {least:g} and {most:g}")
     return value
 
 

@@ -22,9 +22,14 @@ def _failure(error: BaseException) -> Answer:
 
 
 class Verifications:
-    """Open requests; one pass over the weights answers all of them."""
+    """Open requests; one pass over the weights answers all of them.
 
-    def __init__(self) -> None:
+    Args:
+        share_frac (`float`): of the time that each rank spends on a pass.
+    """
+
+    def __init__(self, share_frac: float) -> None:
+        self._share_frac = share_frac
         self._open: SimpleQueue[Future[Answer]] = SimpleQueue()
 
     def request(self) -> Future[Answer]:
@@ -56,7 +61,7 @@ class Verifications:
         sums: dict[str, Digest] = {}
         problem = wrong = None
         try:
-            sums = live.digests()
+            sums = live.digests(self._share_frac)
             if total(sums) != expected:
                 problem = f"a verification found digest {total(sums)}, expected {expected}"
             wrong = None if adapter is None else adapter.prove()

@@ -162,8 +162,10 @@ class Rank:
         self.patcher.settle()
         return {"problems": self.patcher.sample(self._folder), "computed": [part.name for part in parts]}
 
-    def _digest(self) -> dict[str, Any]:
-        return {"lanes": self.patcher.digest()}
+    def _digest(self, share_frac: str = "1") -> dict[str, Any]:
+        from vllm_delta.pace import Pace
+
+        return {"lanes": self.patcher.digest(Pace(float(share_frac)))}
 
     def _plan_delta(self, path: str) -> dict[str, Any]:
         return self._planned(lambda: self.patcher.plan_delta(Path(path)))

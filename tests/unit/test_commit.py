@@ -27,6 +27,7 @@ from delta_wire.replay import checkout
 from delta_wire.stores import open_store
 from vllm_delta.commit import Coordinator
 from vllm_delta.engine import EngineStopped
+from vllm_delta.pace import Pace
 from vllm_delta.ranks import Ranks
 from vllm_delta.settings import Settings
 from vllm_delta.subscriber import Subscriber
@@ -691,6 +692,24 @@ def test_verification_reads_all_live_weights(following: Server):
     status = following.step()
     assert status["state"] == "serving" and not following.engine.paused
     assert following.weights() == following.loaded()
+
+
+def test_only_a_verification_leaves_time_to_the_engine(following: Server, monkeypatch: pytest.MonkeyPatch):
+    shares: list[float] = []
+
+    class Counted(Pace):
+        def __init__(self, share_frac: float = 1.0):
+            shares.append(share_frac)
+            super().__init__(share_frac)
+
+    monkeypatch.setattr("vllm_delta.pace.Pace", Counted)
+    answer = following.coordinator.verify()
+    following.step()
+    assert answer.result(0)["equal"] and shares == [following.settings.verify_frac] * 2
+    # while generation is held, nobody needs the time
+    following.engine.between_steps(lambda: following.coordinator.suspect("a test"))
+    following.step()
+    assert shares[2:] == [1.0] * 2 and not following.engine.paused
 
 
 def test_what_is_written_beside_the_bits_of_a_float32_is_found_and_healed(following: Server):

@@ -25,9 +25,10 @@ def test_everything_set(tmp_path: Path):
             "DELTA_SYNC_STAGE_DIR": str(tmp_path),
             "DELTA_SYNC_SERVER_ID": "rollout-7",
             "DELTA_SYNC_MIN_VERSION_WAIT_S": "0.5",
+            "DELTA_SYNC_VERIFY_FRAC": "0.25",
         }
     )
-    assert settings == Settings("file:///bucket", 2.0, "reset", False, tmp_path, "rollout-7", 0.5)
+    assert settings == Settings("file:///bucket", 2.0, "reset", False, tmp_path, "rollout-7", 0.5, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,8 @@ def test_everything_set(tmp_path: Path):
         ("DELTA_SYNC_POLL_S", "nan", "between 0.01 and 3600"),
         ("DELTA_SYNC_POLL_S", "0", "between 0.01 and 3600"),
         ("DELTA_SYNC_MIN_VERSION_WAIT_S", "-1", "between 0.01 and 3600"),
+        ("DELTA_SYNC_VERIFY_FRAC", "0", "between 0.01 and 1"),
+        ("DELTA_SYNC_VERIFY_FRAC", "1.5", "between 0.01 and 1"),
         ("DELTA_SYNC_CACHE_POLICY", "drop", "forget, reset, keep"),
         ("DELTA_SYNC_ACK", "yes", "1, 0"),
         ("DELTA_SYNC_STAGE_DIR", "/no/such/folder", "create it"),
