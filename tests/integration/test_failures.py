@@ -7,9 +7,11 @@ a version must have that version's tokens and log probabilities, and an answer t
 those of the version it began with.
 """
 
+import json
 import shutil
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -267,6 +269,25 @@ def test_a_fetcher_that_loses_its_folder(pair: Pair):
         stage.unlink()
         stage.with_name("moved").rename(stage)
         pair.require_recovery(witness)
+    pair.check(witness.answers)
+
+
+def test_a_sleep_that_loses_the_weights(pair: Pair):
+    def post(path: str, body: dict[str, Any] | None = None) -> None:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            pair.live.url + path, data, {"Content-Type": "application/json"}, method="POST"
+        )
+        urllib.request.urlopen(request, timeout=60).read()
+
+    post("/sleep?level=2")
+    # a CPU keeps them
+    post("/collective_rpc", {"method": "delta_lose"})
+    post("/wake_up")
+    with Witness(pair.live) as witness:
+        # asked at once: generation waits until they are back
+        pair.require_recovery(witness)
+        assert any("the engine slept" in entry["reason"] for entry in pair.live.status()["refused"])
     pair.check(witness.answers)
 
 

@@ -42,6 +42,13 @@ class Faulty(DeltaWorkerExtension):
             args = (str(half),)
         return super().delta_submit(job, kind, *args)
 
+    def delta_lose(self) -> dict[str, Any]:
+        """Leave nothing of the weights, as sleeping does where memory is given back."""
+        with torch.no_grad():
+            for param in self.get_model().parameters():  # type: ignore[attr-defined]
+                param.zero_()
+        return {}
+
     def delta_spoil(self) -> dict[str, Any]:
         """Flip a bit of the run's adapter."""
         _spoil(self.delta_rank_.adapter)
