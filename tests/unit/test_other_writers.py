@@ -8,6 +8,7 @@ own engine core and executor fall asleep and wake up, over ranks that do discard
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Queue
@@ -195,3 +196,33 @@ def test_a_nap_that_kept_the_weights_is_over_when_they_are_proven(server: Server
     status = server.step()
     assert (status["state"], status["seq"], status["refused_total"]) == ("serving", 1, 0)
     assert server.holds_newest() and not server.paused
+
+
+def test_batches_that_old_weights_compute_come_in_before_the_commit_and_nothing_is_scheduled_meanwhile(
+    server: Server,
+):
+    core = server.core
+    old = core.get_weight_version()
+    on_their_way = core.batch_queue = deque(["first", "second"])
+    came_in = []
+
+    def process() -> None:
+        # what vLLM labels the outputs with, and whether it may schedule
+        came_in.append((on_their_way.popleft(), core.get_weight_version(), core.scheduler.pause_state))
+        assert not server.holds_newest()
+
+    core._process_engine_step = process  # type: ignore[assignment]
+    server.training.publish(server.writer)
+    assert server.step()["seq"] == 2 and server.holds_newest()
+    assert came_in == [(batch, old, PauseState.PAUSED_ALL) for batch in ("first", "second")]
+    assert core.get_weight_version() != old and not server.paused
+
+    def fail() -> None:
+        raise RuntimeError("a stage is gone")
+
+    on_their_way.append("third")
+    core._process_engine_step = fail  # type: ignore[assignment]
+    server.training.publish(server.writer)
+    failed = server.step()
+    assert (failed["state"], failed["seq"]) == ("degraded", 2) and "a stage is gone" in failed["reason"]
+    assert not server.paused
