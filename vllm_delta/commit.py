@@ -105,6 +105,7 @@ class Coordinator:
         except BaseException as error:
             # whatever ends a step, an exit in a store's client included, must not end the following in silence
             self._fail(error)
+        self.status.looked = True
         if self._recovery.unproven is not None and self._polling.failures == 1:
             return 0.0
         return self._polling.pause_s()

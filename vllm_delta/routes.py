@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from vllm_delta.adapter_names import AdapterNameMiddleware
+from vllm_delta.health import HealthMiddleware
 from vllm_delta.metrics import MetricsMiddleware
 from vllm_delta.settings import Settings
 from vllm_delta.versions import VersionMiddleware
@@ -55,6 +56,7 @@ async def verify(request: Request) -> dict[str, Any]:
 def attach(app: FastAPI, settings: Settings) -> None:
     """Add the routes, the metrics and the versions in headers to an application."""
     app.include_router(router)
+    app.add_middleware(HealthMiddleware)
     app.add_middleware(MetricsMiddleware)
     # the last one added sees a request first: the name may be known only after the version asked for is there
     app.add_middleware(AdapterNameMiddleware)

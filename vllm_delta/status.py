@@ -43,6 +43,8 @@ class Status:
         self._adapter: Adapter | None = None
         self._remark: str | None = None
         self.served_unix_s = time.time()
+        # whether the newest version is served, or it is told why not
+        self.looked = False
         self.needs_anchor: VersionId | None = None
         self._staged_seq: int | None = None
         self._num_ranks = 0
@@ -146,6 +148,7 @@ class Status:
             return {
                 "state": self.state,
                 "reason": self._remark if self.state == "serving" else self.reason,
+                "looked": self.looked,
                 "server": self._server_id,
                 "bucket": self._bucket,
                 "version": None if version is None else str(version),

@@ -73,7 +73,7 @@ def test_policies(followed: tuple[Server, Training, BucketWriter], stale: bool):
 
 
 @pytest.mark.parametrize("followed", ["forget"], indirect=True)
-def test_many_versions(followed: tuple[Server, Training, BucketWriter], tmp_path: Path):
+def test_many_versions(followed: tuple[Server, Training, BucketWriter], tmp_path: Path, warm: WarmStart):
     server, training, writer = followed
     digest = training.digest
     base, fresh = cached_and_fresh(server)
@@ -128,3 +128,10 @@ def test_many_versions(followed: tuple[Server, Training, BucketWriter], tmp_path
         status = server.status()
         assert (status["seq"], status["commits"], status["state"]) == (50, commits + 1, "serving")
     assert cached_and_fresh(server)[0] == cached_and_fresh(server)[1]
+
+    # who starts now goes straight to the newest version, and answers only then that it is there
+    env = {"DELTA_SYNC_BUCKET": str(training.bucket)}
+    with serve(training.base, tmp_path / "late.log", EXTENSION, env=env, start=warm) as latecomer:
+        status = latecomer.status()
+        assert (status["seq"], status["commits"], status["state"]) == (50, 1, "serving")
+        assert logprobs(latecomer, LONG) == logprobs(server, LONG, cache_salt="late")

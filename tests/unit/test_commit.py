@@ -131,8 +131,9 @@ def test_a_server_started_late_or_on_a_checkout_knows_its_version(following: Ser
     other = Server(tmp_path)
     other.engine.workers = [FakeWorker(folder, rank, 2) for rank in range(2)]
     other.coordinator._folder = lambda: folder
+    assert not other.coordinator.status.to_json()["looked"]
     status = other.step()
-    assert (status["seq"], status["commits"]) == (3, 1)
+    assert (status["seq"], status["commits"], status["looked"]) == (3, 1, True)
     assert other.weights() == following.loaded()
 
 
