@@ -43,7 +43,8 @@ test: lint
 
 matrix: $(READY)
 	$(BIN)/python -m pytest tests/integration/test_matrix.py tests/integration/test_shards.py tests/integration/test_rank_trainers.py \
-		tests/integration/test_rank_adapters.py tests/integration/test_trainers.py -m "matrix or not matrix" $(PYTEST_ARGS)
+		tests/integration/test_rank_adapters.py tests/integration/test_trainers.py tests/integration/test_adapters.py \
+		tests/integration/test_layouts.py -m "matrix or not matrix" $(PYTEST_ARGS)
 
 trl-versions: $(READY)
 	$(BIN)/python tools/trl_versions.py $(TRL_VERSIONS) $(PYTEST_ARGS)
