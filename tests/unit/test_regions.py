@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_wire.checkpoint import Checkpoint
-from delta_wire.errors import LayoutError
+from delta_wire.digest import Digest
+from delta_wire.errors import DigestMismatchError, LayoutError
 from vllm_delta.blocks import Block, coverage
 from vllm_delta.layout import Layout, RankTrace
 from vllm_delta.regions import Region, Trace, trace
@@ -212,6 +213,26 @@ def test_overlapping_blocks_of_two_ranks_are_refused(checkpoint: Checkpoint):
     second = RankTrace([("norm.weight", Block(3, (5,), (1,)))], {})
     with pytest.raises(LayoutError, match=r"norm\.weight: ranks hold blocks of it that overlap"):
         Layout(table, [first, second])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((5, 7), (5, 8)), ((5, 7), None), (None, (5, 7))],
+    ids=["other bits", "not on the second", "not on the first"],
+)
+def test_all_that_hold_a_block_must_report_the_same(
+    checkpoint: Checkpoint, first: tuple[int, int] | None, second: tuple[int, int] | None
+):
+    table = checkpoint.table()
+    whole = [(name, Block(0, (spec.num_elements,), (1,))) for name, spec in table.items()]
+    layout = Layout(table, [RankTrace(whole, {}), RankTrace(whole[::-1], {})])
+    last = len(whole) - 1
+    replies = [{} if lanes is None else {at: lanes} for lanes, at in ((first, 0), (second, last))]
+    with pytest.raises(DigestMismatchError, match=f"{whole[0][0]}: ranks that hold the same block"):
+        layout.combine(replies)
+    # what leaves the digest as it is need not be told; what is the same counts once
+    assert layout.combine([{0: (0, 0)}, {}]) == {whole[0][0]: Digest()}
+    assert layout.combine([{0: (5, 7)}, {last: (5, 7)}]) == {whole[0][0]: Digest(5, 7)}
 
 
 @st.composite
