@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 
 from delta_wire import kernels
+from delta_wire.machine import measured
 
 SIZES = {"135M": 134_515_008, "1B": 1_000_000_000}
 _DENSITY = 0.0047
@@ -98,7 +99,7 @@ def main() -> None:
     kernels.warm_up()
     results = {size: measure(SIZES[size], options.repeats) for size in options.sizes}
     if options.json:
-        print(json.dumps(results))
+        print(json.dumps({**results, "measured": measured()}))
         return
     for size, row in results.items():
         print(

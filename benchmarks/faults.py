@@ -35,6 +35,8 @@ from fault_services import start
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from fake_server import write_checkpoint
 
+from delta_wire.machine import measured
+
 # of the second half of a soak over the first
 _MOST_GROWTH = 1.5
 _TREND_VERSIONS = 1000
@@ -134,6 +136,7 @@ def main() -> None:
         "wall_s": round(time.monotonic() - began_s, 1),
         **grown,
         "problems": result.problems,
+        "measured": measured(),
     }
     print(json.dumps(report, indent=None if args.json else 2))
     sys.exit(1 if result.wrong_states or result.unrecovered else 0)

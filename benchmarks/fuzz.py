@@ -45,6 +45,7 @@ from delta_wire.anchors import stream_anchor
 from delta_wire.bucket import BucketReader, BucketWriter
 from delta_wire.digest import Digest, digest_tensor
 from delta_wire.errors import BaseMismatchError, DeltaError, DigestMismatchError
+from delta_wire.machine import measured
 from delta_wire.manifest import POINTER_KEY, Manifest, manifest_key, table_key
 from delta_wire.parts import upload_part
 from delta_wire.replay import State
@@ -378,6 +379,7 @@ def main() -> None:
         "by_kind": dict(sorted(by_kind.items())),
         "wall_s": round(time.monotonic() - began_s, 1),
         "problems": failures[:20],
+        "measured": measured(),
     }
     print(json.dumps(report, indent=None if args.json else 2))
     sys.exit(1 if failures else 0)

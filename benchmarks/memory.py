@@ -29,6 +29,8 @@ from prepare_model import prepare
 from training import Training, move_pointer
 from vllm_server import FLAGS, Server, serve
 
+from delta_wire.machine import measured
+
 _MB = 1e6
 
 
@@ -178,7 +180,7 @@ def main() -> None:
         # one more at the beginning, which counts for nothing
         result = measure(base, Path(folder), [options.changed_frac[0], *options.changed_frac], options.ranks)
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps({**result, "measured": measured()}))
         return
     for part in ("engine", *(f"rank_{at}" for at in range(options.ranks))):
         names = ("plain_mb", "following_mb", "bytes_per_change", "constant_mb")

@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from delta_wire.bucket import BucketReader
+from delta_wire.machine import measured
 from delta_wire.replay import materialise, verify
 from delta_wire.stores import open_store
 from trl_delta import DeltaSyncCallback
@@ -145,7 +146,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="outage-model-") as folder:
         result = measure(make_tiny("qwen3", Path(folder) / "qwen3"), options.seconds)
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps({**result, "measured": measured()}))
         return
     print(
         f"{result['outage_s']:.0f} s without a bucket: {result['steps_during_outage']} steps; publishing took "

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from delta_wire.machine import measured
 from trl_delta import DeltaSyncSession
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -143,7 +144,7 @@ def main() -> None:
     model = prepare(options.model, options.models_dir / options.model)
     result = measure(model, options.pairs, options.block_steps)
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps({**result, "measured": measured()}))
         return
     print(
         f"step {result['step_s_without']:.3f} s without, {result['step_s_with']:.3f} s with "

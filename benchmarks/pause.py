@@ -35,6 +35,7 @@ import torch
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.container import write_tensors
 from delta_wire.digest import Digest
+from delta_wire.machine import measured
 from delta_wire.state import Delta, TensorDelta, change_of_digest
 from vllm_delta import plugin
 from vllm_delta.engine import VllmEngine
@@ -213,7 +214,7 @@ def main() -> None:
         "changed": bench.num_changed,
     }
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps({**result, "measured": measured()}))
         return
     print(
         f"{result['changed']:,} of {result['params']:,} elements: commit {row['commit_ms']:.1f} ms, of it writing "

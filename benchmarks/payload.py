@@ -27,6 +27,7 @@ from traces import Update, context_floor_bytes, floor_bytes, load, steps, synthe
 from delta_wire import encodings
 from delta_wire.encodings import context, packed
 from delta_wire.encodings.streams import Streams
+from delta_wire.machine import measured
 from delta_wire.state import TensorDelta, TensorSpec, TensorTable, resolve
 
 DENSITIES = [0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.6]
@@ -206,7 +207,7 @@ def main() -> None:
     if options.tensors:
         result["many_tensors"] = many_tensors(options.tensors, 1)
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps({**result, "measured": measured()}))
         return
     if options.tensors:
         for name in ("plain", "packed"):

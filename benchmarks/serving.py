@@ -29,6 +29,7 @@ from prepare_model import prepare
 from training import Training, move_pointer
 from vllm_server import Server, serve
 
+from delta_wire.machine import measured
 from delta_wire.state import Delta, TensorDelta
 
 _PERIOD_S = 1.0
@@ -194,7 +195,7 @@ def main() -> None:
             server.wait(lambda s: s["state"] == "serving", "version 0")
             result = measure(server, trainer, options.phases, options.phase_s, options.streams)
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps({**result, "measured": measured()}))
         return
     print(
         f"{result['tokens_per_s_off']:.0f} tokens a second without updates, {result['tokens_per_s_on']:.0f} with one a"

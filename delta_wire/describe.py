@@ -118,7 +118,10 @@ def _with_old_weights(
 
 
 def describe_tensors(
-    reader: BucketReader, manifest: Manifest, base: Path | None = None, each: Callable[[], None] | None = None
+    reader: BucketReader,
+    manifest: Manifest,
+    base: Path | None = None,
+    each: Callable[[int], None] = lambda total: None,
 ) -> list[dict[str, Any]]:
     """Per tensor what the delta of a version lists, largest part of the delta first.
 
@@ -126,7 +129,7 @@ def describe_tensors(
         reader ([`~delta_wire.bucket.BucketReader`]): the run.
         manifest ([`~delta_wire.manifest.Manifest`]): the version.
         base (`Path`, *optional*): a copy of the restart point's checkpoint.
-        each (`Callable`, *optional*): called after each tensor.
+        each (`Callable`, *optional*): called after each tensor with the number of them.
 
     Returns:
         `list[dict]`: `name`, `elements`, `listed`, `form` (`"steps"`, `"values"` or `"whole"`), `bits_per_change` (of
@@ -152,8 +155,7 @@ def describe_tensors(
                     "steps": None if steps is None else histogram(steps),
                 }
             )
-            if each is not None:
-                each()
+            each(len(delta))
     return sorted(entries, key=lambda entry: (-entry["listed"], entry["name"]))
 
 

@@ -7,6 +7,9 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,20 @@ def versions() -> dict[str, str]:
     """Python's version and those of the installed among [`PACKAGES`]."""
     found = {package: version_of(package) for package in PACKAGES}
     return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
+
+
+def measured() -> dict[str, Any]:
+    """What a benchmark keeps beside its numbers: its own command, when it ended, the machine and the versions."""
+    script = Path(sys.argv[0]).resolve()
+    # as it is called in a checkout, wherever that lies
+    words = [script.relative_to(script.parents[1]).as_posix(), *sys.argv[1:]]
+    words = [word.replace(f"{script.parents[1]}/", "") for word in words]
+    return {
+        "command": shlex.join(["python", *words]),
+        "unix_s": round(time.time()),
+        "machine": describe_machine(),
+        "versions": versions(),
+    }
 
 
 def describe_machine() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,19 +114,31 @@ class State:
 
 
 @contextmanager
-def materialise(reader: BucketReader, manifest: Manifest, base_folder: Path | None = None) -> Iterator[State]:
+def materialise(
+    reader: BucketReader,
+    manifest: Manifest,
+    base_folder: Path | None = None,
+    each: Callable[[int], None] = lambda total: None,
+) -> Iterator[State]:
     """Rebuild a version from the newest restart point before it.
 
     Args:
         reader ([`~delta_wire.bucket.BucketReader`]): the run.
         manifest ([`~delta_wire.manifest.Manifest`]): the version wanted.
         base_folder (`Path`, *optional*): a copy of the restart point's checkpoint.
+        each (`Callable`, *optional*): called after each version on the way with the number of them.
     """
     with tempfile.TemporaryDirectory(prefix="delta-wire-") as folder:
-        yield rebuild(reader, manifest, Path(folder), base_folder)
+        yield rebuild(reader, manifest, Path(folder), base_folder, each)
 
 
-def rebuild(reader: BucketReader, manifest: Manifest, folder: Path, base_folder: Path | None = None) -> State:
+def rebuild(
+    reader: BucketReader,
+    manifest: Manifest,
+    folder: Path,
+    base_folder: Path | None = None,
+    each: Callable[[int], None] = lambda total: None,
+) -> State:
     """As [`materialise`], with the downloads in a folder that must stay until the state is not used any more."""
     anchor = reader.restart_point(manifest)
     steps = []
@@ -137,11 +149,16 @@ def rebuild(reader: BucketReader, manifest: Manifest, folder: Path, base_folder:
     state = State(reader, anchor, folder, base_folder)
     for step in reversed(steps):
         state.apply(step)
+        each(len(steps))
     return state
 
 
 def checkout(
-    reader: BucketReader, manifest: Manifest, destination: str | Path, base_folder: Path | None = None
+    reader: BucketReader,
+    manifest: Manifest,
+    destination: str | Path,
+    base_folder: Path | None = None,
+    each: Callable[[int], None] = lambda total: None,
 ) -> Path:
     """Write a version as a checkpoint that `from_pretrained` and `vllm serve` open.
 
@@ -150,13 +167,14 @@ def checkout(
         manifest ([`~delta_wire.manifest.Manifest`]): the version.
         destination (`str` or `Path`): must not exist, or be an empty folder; appears complete or not at all.
         base_folder (`Path`, *optional*): a copy of the restart point's checkpoint.
+        each (`Callable`, *optional*): as in [`materialise`].
 
     Files are split as in the restart point's checkpoint; its configuration, tokenizer and templates come along.
     """
     destination = Path(os.path.realpath(destination))
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise SetupError(f"{destination}: exists and is not an empty folder; choose another destination")
-    with materialise(reader, manifest, base_folder) as state:
+    with materialise(reader, manifest, base_folder, each) as state:
         temporary = temporary_beside(destination)
         try:
             temporary.mkdir(parents=True)

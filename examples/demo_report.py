@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from delta_wire.bucket import BucketReader
 from delta_wire.errors import DeltaError
 from delta_wire.fleet import Replica, from_bucket, now_unix_s
+from delta_wire.machine import measured
 from delta_wire.stores import open_store
 from trl_delta import DeltaSyncSession
 
@@ -194,6 +195,7 @@ def summarise(
         "num_params": num_params,
         "publish_s": [round(record.publish_s, 4) for record in records],
         "server_state": status.get("state"),
+        "measured": measured(),
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     mean_bytes = sum(summary["delta_bytes"]) / max(1, len(records))

@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from delta_wire.commands.common import EXIT_REFUSED, json_option, print_json, print_table, say
+from delta_wire.commands.common import EXIT_REFUSED, json_option, print_json, print_table, progress, say
 from delta_wire.errors import SetupError
 
 
@@ -140,7 +139,7 @@ BENCHMARKS = {
     "--save",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Also write DIR/NAME.json with this machine and the versions on it.",
+    help="Also write DIR/NAME.json.",
 )
 @json_option
 def bench(
@@ -171,7 +170,8 @@ def bench(
     for name in names or [name for name in BENCHMARKS if name != "gpu"]:
         say(f"running {name}: {BENCHMARKS[name].about}")
         try:
-            results[name] = _run(folder, name, quick)
+            with progress(name):
+                results[name] = _run(folder, name, quick)
         except SetupError as error:
             failed[name] = str(error)
             say(f"error: {error}")
@@ -195,32 +195,21 @@ def _print_list(as_json: bool) -> None:
 
 
 def _run(folder: Path, name: str, quick: bool) -> dict[str, Any]:
-    """What a script prints, with the command, the machine and the versions under `measured`."""
-    from delta_wire.machine import describe_machine, versions
-
+    """What a script prints, which is a JSON object on its last line."""
     benchmark = BENCHMARKS[name]
     arguments = [argument.format(dir=folder) for argument in (benchmark.quick if quick else benchmark.full)]
-    began_unix_s = time.time()
     done = subprocess.run(
         [sys.executable, str(folder / f"{name}.py"), *arguments, "--json"], stdout=subprocess.PIPE, text=True
     )
+    # a library may have written before the result
+    last = done.stdout.strip().rpartition("\n")[2]
     try:
-        # a library may have written before the result
-        result = json.loads(done.stdout.strip().rpartition("\n")[2])
+        result = json.loads(last)
     except json.JSONDecodeError:
         result = None
     if done.returncode or not isinstance(result, dict):
-        raise SetupError(
-            f"{folder / name}.py ended with exit code {done.returncode} and printed "
-            f"{'no result' if result is None else 'a result'}; what it says is above"
-        )
-    shown = [f"benchmarks/{name}.py", *(argument.replace(str(folder), "benchmarks") for argument in arguments)]
-    result["measured"] = {
-        "command": " ".join(["python", *shown, "--json"]),
-        "unix_s": round(began_unix_s),
-        "machine": describe_machine(),
-        "versions": versions(),
-    }
+        printed = "a result" if isinstance(result, dict) else f"no result but {last[:200]!r}"
+        raise SetupError(f"{folder / name}.py ended with exit code {done.returncode} and printed {printed}")
     return result
 
 

@@ -31,8 +31,8 @@ def checkout(bucket: str, folder: str, base: Path | None, as_json: bool) -> None
         raise click.UsageError("FOLDER is empty; name a folder that does not exist yet")
     reader = open_reader(address)
     manifest = find(reader, version)
-    with progress(f"rebuilding version {manifest.version}"):
-        written = write(reader, manifest, Path(folder), base)
+    with progress(f"rebuilding version {manifest.version}") as shown:
+        written = write(reader, manifest, Path(folder), base, shown.step)
     if as_json:
         print_json({"version": str(manifest.version), "digest": str(manifest.digest), "folder": str(written)})
     else:

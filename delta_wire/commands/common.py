@@ -83,7 +83,8 @@ def split(bucket: str) -> tuple[str, str | None]:
 
 def newest(reader: BucketReader) -> Manifest:
     """Manifest of the newest version; [`SetupError`] if nothing has been published yet."""
-    latest = reader.latest()
+    with progress("looking for the newest version"):
+        latest = reader.latest()
     if latest is None:
         raise SetupError(nothing_published(reader))
     return latest
@@ -108,11 +109,13 @@ def find(reader: BucketReader, version: str) -> Manifest:
     if version == "latest":
         return latest
     seq = int(version.rpartition("-")[2])
-    for manifest in reader.walk(latest):
-        if manifest.version.seq == seq and (version.isdecimal() or version == str(manifest.version)):
-            return manifest
-        if manifest.version.seq <= seq:
-            break
+    with progress(f"looking for version {version}") as shown:
+        for manifest in reader.walk(latest):
+            shown.step(latest.version.seq - seq + 1)
+            if manifest.version.seq == seq and (version.isdecimal() or version == str(manifest.version)):
+                return manifest
+            if manifest.version.seq <= seq:
+                break
     raise FormatError(
         f"{reader.store.url}: there is no version {version} in the run; the newest is {latest.version} "
         f"(delta-wire log {reader.store.url})"
@@ -151,19 +154,19 @@ class Progress:
 
     Args:
         label (`str`): what is being done.
-        total (`int`, *optional*): number of steps, if it is known.
     """
 
-    def __init__(self, label: str, total: int | None = None):
+    def __init__(self, label: str):
         self._label = label
-        self._total = total
+        self._total: int | None = None
         self._done = 0
         self._began_s = time.monotonic()
         self._shown = 0
         self._lock = threading.Lock()
 
-    def step(self) -> None:
-        """One step more is done."""
+    def step(self, total: int | None = None) -> None:
+        """One step more is done, of `total` if that is known."""
+        self._total = total
         self._done += 1
 
     def show(self) -> None:
@@ -189,9 +192,9 @@ class Progress:
 
 
 @contextmanager
-def progress(label: str, total: int | None = None) -> Iterator[Progress]:
+def progress(label: str) -> Iterator[Progress]:
     """A [`Progress`] that shows itself twice a second, and is gone at the end, however that comes."""
-    shown = Progress(label, total)
+    shown = Progress(label)
     if not is_terminal(sys.stderr):
         yield shown
         return

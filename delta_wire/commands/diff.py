@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +43,12 @@ def diff(a: str, b: str, base: Path | None, as_json: bool) -> None:
     """
     from delta_wire.compare import compare
 
-    with progress("comparing") as shown, _state(a, base) as (name_a, first), _state(b, base) as (name_b, second):
+    tensors = []
+    with _state(a, base) as (name_a, first), _state(b, base) as (name_b, second), progress("comparing") as shown:
         table = first.table()
         table.require_same(second.table(), name_a, name_b)
-        tensors = []
         for entry in compare(first, second):
-            shown.step()
+            shown.step(len(table))
             if entry["changed"]:
                 tensors.append(entry)
     num_params = table.num_params
@@ -99,5 +99,7 @@ def _state(argument: str, base: Path | None) -> Iterator[tuple[str, Checkpoint]]
         return
     reader = open_reader(address)
     manifest = find(reader, version)
-    with materialise(reader, manifest, base) as state:
+    with ExitStack() as stack:
+        with progress(f"rebuilding version {manifest.version}") as shown:
+            state = stack.enter_context(materialise(reader, manifest, base, shown.step))
         yield f"{reader.store.url}@{manifest.version}", state.checkpoint

@@ -16,6 +16,7 @@ from delta_wire.commands.common import (
     open_reader,
     print_json,
     print_table,
+    progress,
     say,
 )
 
@@ -68,7 +69,8 @@ def gc(
     if not (dry_run or yes or is_terminal(sys.stdin)):
         raise click.UsageError("say --dry-run or --yes; there is nobody to ask")
     reader = open_reader(bucket)
-    found = plan(reader, Policy(restart_points=restart_points, grace_s=grace_s, lease_s=lease_s))
+    with progress("looking for what nobody needs"):
+        found = plan(reader, Policy(restart_points=restart_points, grace_s=grace_s, lease_s=lease_s))
     result: dict[str, Any] = {
         "bucket": reader.store.url,
         "dry_run": dry_run,
@@ -85,7 +87,8 @@ def gc(
     what = f"{len(found.delete)} objects, {format_bytes(found.freed_bytes)}"
     agreed = dry_run or yes or not found.delete or click.confirm(f"Remove {what}?", err=True)
     if agreed and not dry_run:
-        result["deleted"] = sweep(reader.store, found)
+        with progress("removing"):
+            result["deleted"] = sweep(reader.store, found)
     if as_json:
         print_json(result)
     elif agreed:

@@ -57,10 +57,11 @@ def inspect(bucket: str, base: Path | None, plot: Path | None, as_json: bool) ->
 
 
 def _inspect_run(reader: BucketReader, as_json: bool) -> None:
-    latest = newest(reader)
     from delta_wire.describe import describe_run, format_age, format_bytes
 
-    run = describe_run(reader, latest)
+    latest = newest(reader)
+    with progress("looking at the run"):
+        run = describe_run(reader, latest)
     if as_json:
         print_json(run)
         return
@@ -87,8 +88,8 @@ def _inspect_version(
 ) -> None:
     from delta_wire.describe import describe_tensors, format_bytes, summary
 
-    version = summary(reader, manifest)
     with progress("looking at tensor") as shown:
+        version = summary(reader, manifest)
         version["tensors"] = describe_tensors(reader, manifest, base, shown.step)
     if plot is not None:
         from delta_wire.report.plots import draw_version

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -52,9 +52,9 @@ def log(bucket: str, limit: int, follow: bool, interval_s: float, as_json: bool)
               delta-wire log runs/demo/bucket --follow --json | jq .changed_frac
     """
     reader = open_reader(bucket)
-    with progress("reading versions"):
+    with progress("reading version") as shown:
         latest = reader.latest()
-        versions = _collect(reader, latest, limit)
+        versions = _collect(reader, latest, limit, each=shown.step)
     if follow:
         _follow(reader, latest, versions, interval_s, as_json)
     elif as_json:
@@ -67,18 +67,23 @@ def log(bucket: str, limit: int, follow: bool, interval_s: float, as_json: bool)
 
 
 def _collect(
-    reader: BucketReader, latest: Manifest | None, limit: int, after_seq: int | None = None
+    reader: BucketReader,
+    latest: Manifest | None,
+    limit: int,
+    after_seq: int = -1,
+    each: Callable[[int], None] = lambda total: None,
 ) -> list[dict[str, Any]]:
-    """Versions from the newest back, at most `limit` (0: all), none up to `after_seq`."""
+    """Versions from the newest back, at most `limit` (0: all), none up to `after_seq`; `each` as in `report`."""
     from delta_wire.describe import summary
 
     versions: list[dict[str, Any]] = []
     if latest is None:
         return versions
     for manifest in _until_removed(reader.walk(latest)):
-        if after_seq is not None and manifest.version.seq <= after_seq:
+        if manifest.version.seq <= after_seq:
             break
         versions.append(summary(reader, manifest))
+        each(min(limit or latest.version.seq + 1, latest.version.seq + 1))
         if len(versions) == limit:
             break
     return versions

@@ -49,15 +49,17 @@ def report(
     from delta_wire.report.page import write_page
     from delta_wire.report.plots import draw_report, new_figure
 
-    # tells that matplotlib is missing before minutes are spent on reading
-    new_figure(1, 1)
+    with progress("preparing"):
+        # tells that matplotlib is missing before minutes are spent on reading
+        new_figure(1, 1)
     reader = open_reader(bucket)
     latest = newest(reader)
     with progress("reading version") as shown:
         data = collect(reader, latest, limit=limit, base=base, logs=logs, fleet=fleet, each=shown.step)
-    pictures = draw_report(data, output)
     page = output / "index.html"
-    write_page(data, pictures, page)
+    with progress("drawing picture") as shown:
+        pictures = draw_report(data, output, shown.step)
+        write_page(data, pictures, page)
     if as_json:
         print_json({"page": str(page), "pictures": {name: str(path) for name, path in pictures.items()}, "data": data})
     else:

@@ -34,12 +34,12 @@ def verify(bucket: str, base: Path | None, as_json: bool) -> None:
     from delta_wire.replay import verify as replay
 
     reader = open_reader(bucket)
-    newest(reader)
+    latest = newest(reader)
     checks = []
     with progress("proving version") as shown:
         for check in replay(reader, base):
             checks.append(check)
-            shown.step()
+            shown.step(latest.version.seq - checks[0].seq + 1)
             if not as_json:
                 shown.clear()
                 mark = "ok    " if check.ok else "FAILED"

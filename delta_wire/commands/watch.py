@@ -19,6 +19,7 @@ from delta_wire.commands.common import (
     open_reader,
     print_json,
     print_table,
+    progress,
     say,
 )
 from delta_wire.errors import BucketNotFoundError, StoreUnavailableError
@@ -60,7 +61,8 @@ def watch(sources: tuple[str, ...], once: bool, max_lag_versions: int, interval_
     """
     look = _chosen(sources)
     if once:
-        replicas = look()
+        with progress("asking"):
+            replicas = look()
         if as_json:
             print_json(_record(replicas))
         else:
@@ -80,7 +82,9 @@ def _chosen(sources: tuple[str, ...]) -> Callable[[], list[Replica]]:
         raise click.UsageError("give one BUCKET, or the URLs of servers (http://host:8000), not both")
     reader = open_reader("".join(sources))
     # an address that is no bucket is told at once
-    if reader.latest() is None:
+    with progress("looking for the newest version"):
+        latest = reader.latest()
+    if latest is None:
         say(nothing_published(reader))
     return lambda: from_bucket(reader)
 
@@ -90,7 +94,8 @@ def _follow(look: Callable[[], list[Replica]], interval_s: float, as_json: bool)
     outage = None
     while True:
         try:
-            replicas = look()
+            with progress("asking"):
+                replicas = look()
             outage = None
         except (StoreUnavailableError, BucketNotFoundError) as error:
             # it may come back; said once

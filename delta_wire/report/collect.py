@@ -54,7 +54,7 @@ def collect(
     base: Path | None = None,
     logs: Path | None = None,
     fleet: Path | None = None,
-    each: Callable[[], None] = lambda: None,
+    each: Callable[[int], None] = lambda total: None,
 ) -> dict[str, Any]:
     """Everything a page shows.
 
@@ -64,7 +64,7 @@ def collect(
         limit (`int`): newest versions to look at.
         base (`Path`, *optional*): a copy of the restart point's checkpoint.
         logs, fleet (`Path`, *optional*): see [`read_log`] and [`read_fleet`].
-        each (`Callable`, *optional*): called after each version.
+        each (`Callable`, *optional*): called after each version with the number of them.
     """
     manifests = list(_newest(reader, latest, limit))[::-1]
     table = reader.table(latest)
@@ -78,7 +78,7 @@ def collect(
             version["floor_bytes"] = floor_bytes(delta, table)
             version["groups"] = _shares(delta, table, sizes)
         versions.append(version)
-        each()
+        each(len(manifests))
     return {
         "bucket": reader.store.url,
         "run": latest.version.run,

@@ -75,14 +75,17 @@ def save(figure: Figure, path: Path) -> None:
         raise SetupError(f"{path}: cannot write the picture: {error}") from error
 
 
-def draw_report(data: dict[str, Any], folder: Path) -> dict[str, Path]:
-    """Draw what there are values for; returns the files by the names in [`PICTURES`]."""
+def draw_report(
+    data: dict[str, Any], folder: Path, each: Callable[[int], None] = lambda total: None
+) -> dict[str, Path]:
+    """Draw what there are values for; returns the files by the names in [`PICTURES`]. `each` as in `collect`."""
     drawn = {}
     for name, draw in PICTURES.items():
         figure = draw(data)
         if figure is not None:
             drawn[name] = folder / f"{name}.png"
             save(figure, drawn[name])
+        each(len(PICTURES))
     return drawn
 
 

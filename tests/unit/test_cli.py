@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every command owes its callers: exit codes, one JSON object, one line of error, quiet ends."""
 
+import contextlib
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from delta_wire.cli import cli
+from delta_wire.commands import common
+from delta_wire.replay import verify
+from delta_wire.stores.local import LocalStore
 
 # a call of each command that succeeds, and one that is refused; {bucket}, {tmp} and {scripts} are filled in
 SUCCESS = {
@@ -137,12 +143,15 @@ def test_wrong_usage_is_told_on_both_outputs(command, fill, name):
     assert "Usage: delta-wire" in result.err
 
 
-@pytest.mark.parametrize("name", SUCCESS)
-def test_a_closed_pipe_is_no_traceback(delta_wire_process, fill, name):
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, ["--json"]) for name in SUCCESS] + [(name, []) for name in ("log", "inspect", "verify", "diff")],
+)
+def test_a_closed_pipe_is_no_traceback(delta_wire_process, fill, name, form):
     read, write = os.pipe()
     os.close(read)
     try:
-        process = delta_wire_process(name, *fill(SUCCESS, name), "--json", stdout=write, stderr=subprocess.PIPE)
+        process = delta_wire_process(name, *fill(SUCCESS, name), *form, stdout=write, stderr=subprocess.PIPE)
         _, err = process.communicate(timeout=120)
     finally:
         os.close(write)
@@ -219,6 +228,85 @@ def test_an_interrupt_is_one_word(delta_wire_process, bucket, arguments):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and err.strip() == "interrupted"
+
+
+# nothing of these takes long
+SHORT = {"keygen", "completion"}
+
+
+@pytest.mark.parametrize("name", [name for name in SUCCESS if name not in SHORT])
+def test_what_may_take_long_shows_how_far_it_is(command, fill, monkeypatch, name):
+    """One line at a time, and nothing is read from the bucket without one."""
+    lines, open_now, blind = [], [], []
+
+    @contextlib.contextmanager
+    def recorded(label):
+        assert not open_now, f"{label!r} inside {open_now[0]!r}: two lines in one place"
+        open_now.append(label)
+        lines.append(label)
+        yield common.Progress(label)
+        open_now.pop()
+
+    get = LocalStore.get
+
+    def watched(store, key, max_bytes):
+        if not open_now:
+            blind.append(key)
+        return get(store, key, max_bytes)
+
+    for module in (common, importlib.import_module(f"delta_wire.commands.{name}")):
+        monkeypatch.setattr(module, "progress", recorded)
+    monkeypatch.setattr(LocalStore, "get", watched)
+    assert command(name, *fill(SUCCESS, name)).code == 0
+    assert lines and not blind
+
+
+# with what a later call finds if an earlier one was interrupted
+TOUCHING = {name: SUCCESS[name] for name in ("log", "inspect", "verify", "checkout", "diff", "watch", "doctor")} | {
+    "report": ["{bucket}", "--output", "{tmp}/out"],
+    "gc": ["{bucket}", "--grace", "0", "--yes"],
+}
+
+
+@pytest.mark.parametrize("name", TOUCHING)
+def test_an_interrupt_at_any_access_of_the_bucket_leaves_nothing_half_done(
+    command, fill, run, tmp_path, monkeypatch, name
+):
+    if name == "gc":
+        # something to remove
+        run.publish_anchor()
+        run.publish_anchor()
+    arguments = fill(TOUCHING, name)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "temporary").mkdir()
+    calls = stop_at = 0
+
+    def stopping(method):
+        def call(store, first, *others, **options):
+            nonlocal calls
+            calls += 1
+            if calls != stop_at:
+                return method(store, first, *others, **options)
+            if method.__name__ == "delete":
+                # in the middle of it
+                method(store, first[:1])
+            raise KeyboardInterrupt
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for method in ("get", "get_file", "put", "list", "delete", "exists"):
+            patch.setattr(LocalStore, method, stopping(getattr(LocalStore, method)))
+        while stop_at <= calls:
+            calls, stop_at = 0, stop_at + 1
+            result = command(name, *arguments)
+            interrupted = calls == stop_at
+            assert result.code == (130 if interrupted else 0) and "Traceback" not in result.err
+            assert ("interrupted" in result.err) is interrupted
+            assert not (tmp_path / "out").exists() or not interrupted
+            assert not list((tmp_path / "temporary").iterdir())
+    assert stop_at > 2 and all(check.ok for check in verify(run.reader()))
 
 
 IMPORT = """

@@ -422,12 +422,12 @@ def test_what_is_no_bucket_is_told_by_its_kind(command, tmp_path, name):
 def test_progress_is_shown_after_a_while(monkeypatch, capsys):
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    shown = Progress("reading", 4)
-    shown.step()
+    shown = Progress("reading")
+    shown.step(4)
     shown.show()
     assert capsys.readouterr().err == ""
     now_s[0] += PATIENCE_S
-    shown.step()
+    shown.step(4)
     shown.show()
     assert capsys.readouterr().err == "\rreading [############            ] 2/4, 2 s left"
     shown.clear()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the documents say holds: commands run, links lead somewhere, names and numbers are those of the code."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -69,6 +70,17 @@ def test_numbers_and_pictures_are_those_of_the_results():
         [sys.executable, str(ROOT / "tools" / "figures.py"), "--check"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_every_result_says_how_it_was_made(path):
+    measured = json.loads(path.read_text())["measured"]
+    made = measured["command"].split()
+    assert made[0] == "make" or (made[0] == "python" and (ROOT / made[1]).is_file())
+    assert measured["unix_s"] > 1.7e9 and measured["machine"]["cores"] >= 1 and measured["machine"]["processor"]
+    assert {"python", "delta-weight-sync", "numpy", "torch"} <= measured["versions"].keys()
+    # somebody else shall be able to type it
+    assert str(ROOT) not in measured["command"] and "/tmp" not in measured["command"]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
