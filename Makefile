@@ -9,9 +9,10 @@ MODEL ?= smollm2
 BUCKET ?=
 PYTEST_ARGS ?=
 TRL_VERSIONS ?= 1.14.2 1.15.0
+VLLM_VERSIONS ?= 0.33.0
 WHOLE_RUNS := $(addprefix tests/integration/,test_demo.py test_demo_buckets.py test_examples.py)
 
-.PHONY: help env demo test matrix trl-versions docs-check figures aot lint format clean
+.PHONY: help env demo test matrix trl-versions vllm-versions docs-check figures aot lint format clean
 
 help:
 	@echo "make demo               train SmolLM2-135M with TRL, serve it with vLLM, sync by deltas (about 15 minutes)"
@@ -20,6 +21,7 @@ help:
 	@echo "make test               lint and all tests"
 	@echo "make matrix             every model with every number of ranks, eager and compiled, against fresh servers"
 	@echo "make trl-versions       the tests of the trainers with TRL $(TRL_VERSIONS) (TRL_VERSIONS=… for others)"
+	@echo "make vllm-versions      the tests of the servers with the code of vLLM $(VLLM_VERSIONS) (VLLM_VERSIONS=… for others)"
 	@echo "make docs-check         run every command of README and docs, with a real server and trainer (3 minutes)"
 	@echo "make figures            draw the pictures of the docs and copy their numbers from benchmarks/results"
 	@echo "make aot                compile every GPU kernel for sm_80, sm_90 and sm_100, no GPU needed, and check them"
@@ -48,6 +50,9 @@ matrix: $(READY)
 
 trl-versions: $(READY)
 	$(BIN)/python tools/trl_versions.py $(TRL_VERSIONS) $(PYTEST_ARGS)
+
+vllm-versions: $(READY)
+	$(BIN)/python tools/vllm_versions.py $(VLLM_VERSIONS) $(PYTEST_ARGS)
 
 docs-check: $(READY)
 	$(BIN)/python tools/docs_check.py --full

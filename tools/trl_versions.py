@@ -40,18 +40,14 @@ def install(version: str) -> Path:
     return folder
 
 
-def run(version: str, arguments: list[str]) -> tuple[bool, str]:
-    """Whether all tests passed, and pytest's last line."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(install(version)), os.environ.get("PYTHONPATH", "")])
-    }
-    if version.startswith("1.15."):
-        # computes log probabilities by Triton also where there is no GPU, see trl_delta/cpu.py
-        environment["TRITON_INTERPRET"] = "1"
-    say = [sys.executable, "-c", "import trl; print(trl.__version__)"]
+def run(package: str, version: str, folder: Path, arguments: list[str], **variables: str) -> tuple[bool, str]:
+    """Whether all tests passed with a package that lies in a folder, and pytest's last line."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    environment |= variables
+    say = [sys.executable, "-c", f"import {package}; print({package}.__version__)"]
     found = subprocess.run(say, env=environment, capture_output=True, text=True, check=True).stdout.split()[-1]
     if found != version:
-        raise SystemExit(f"expected TRL {version} to be imported, found {found}")
+        raise SystemExit(f"expected {package} {version} to be imported, found {found}")
     pytest = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=ROOT,
@@ -72,7 +68,11 @@ def main(arguments: list[str]) -> int:
     options = [argument for argument in arguments if argument not in versions] or TESTS
     if not versions:
         raise SystemExit(__doc__)
-    results = {version: run(version, options) for version in versions}
+    results = {}
+    for version in versions:
+        # computes log probabilities by Triton also where there is no GPU, see trl_delta/cpu.py
+        variables = {"TRITON_INTERPRET": "1"} if version.startswith("1.15.") else {}
+        results[version] = run("trl", version, install(version), options, **variables)
     for version, (passed, last) in results.items():
         print(f"TRL {version}: {'passed' if passed else 'FAILED'}: {last}")
     return 0 if all(passed for passed, _ in results.values()) else 1

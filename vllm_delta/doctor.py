@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,6 +19,9 @@ EXTENSION = "vllm_delta.DeltaWorkerExtension"
 PLUGIN = "vllm_delta"
 # of vLLM, where --max-lora-rank is not given
 _DEFAULT_RANK = "16"
+_SHARED = Path("/dev/shm")
+# vLLM 0.32 asks for 160 MiB
+_SHARED_BYTES = 256 << 20
 # docs/COMPATIBILITY.md
 _QUANTISED_AND_RUN = ("fp8_per_channel",)
 
@@ -76,6 +80,21 @@ def plugin(context: Context) -> Iterator[Finding]:
         )
     else:
         yield ok("vllm plugin", "registered")
+
+
+def shared_memory(context: Context) -> Iterator[Finding]:
+    """What several processes of vLLM hand to each other lies there; a container has 64 MB of it unless it is told."""
+    if not context.serve or not _SHARED.is_dir():
+        return
+    free_bytes = shutil.disk_usage(_SHARED).free
+    if free_bytes < _SHARED_BYTES:
+        yield warning(
+            "shared memory",
+            f"{_SHARED} has {free_bytes / 1e6:.0f} MB free; a server of several processes may not start",
+            "start the container with --ipc=host or --shm-size=1g",
+        )
+    else:
+        yield ok("shared memory", f"{_SHARED}, {free_bytes / 1e9:.1f} GB free")
 
 
 def flags(context: Context) -> Iterator[Finding]:
@@ -187,4 +206,4 @@ def _parse(words: tuple[str, ...]) -> dict[str, str]:
     return given
 
 
-CHECKS = (settings, plugin, flags, adapter)
+CHECKS = (settings, plugin, shared_memory, flags, adapter)

@@ -106,10 +106,10 @@ def _lead(data: dict[str, Any]) -> str:
     sent = statistics.mean(version["delta_bytes"] for version in versions)
     lasted_s = versions[-1]["created_unix_s"] - versions[0]["created_unix_s"]
     return (
-        f"While it learns, a trainer sends the weights of a model of {size} to the servers that generate text with "
-        f"it. In {format_age(max(0.0, lasted_s))} it published {len(versions)} new versions. On average "
+        f"While a model of {size} is trained, its weights are sent to the servers that generate text with it. "
+        f"In {format_age(max(0.0, lasted_s))} its trainer published {len(versions)} new versions. On average "
         f"{share:.3%} of the weights had changed, so {format_bytes(round(sent))} were sent in place of "
-        f"{format_bytes(model['full_bytes'])}, which is 1/{model['full_bytes'] / sent:.0f} of it."
+        f"{format_bytes(model['full_bytes'])}: one part in {model['full_bytes'] / sent:.0f}."
     )
 
 

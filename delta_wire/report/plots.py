@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,10 @@ _MAX_SERVERS = 12
 _NAME_CHARS = 26
 # columns of a legend: of servers, and of names that this project gives
 _SERVER_COLUMNS, _WORD_COLUMNS = 2, 4
-# an axis over less than this ratio has at most two powers of ten
-_FEW_TICKS = 100.0
+# around each panel
+_PAD_IN = 0.1
+# an axis with fewer powers of ten on it gets numbers between them
+_FEW_TICKS = 3
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
@@ -47,6 +50,7 @@ def new_figure(width_in: float, height_in: float) -> Figure:
             "font.size": 12,
             "axes.titlesize": 13,
             "axes.titlelocation": "left",
+            "axes.titlepad": 9,
             "axes.edgecolor": INK,
             "axes.labelcolor": INK,
             "text.color": INK,
@@ -61,6 +65,9 @@ def new_figure(width_in: float, height_in: float) -> Figure:
         }
     )
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.set(w_pad=_PAD_IN, h_pad=_PAD_IN)
     FigureCanvasAgg(figure)
     return figure
 
@@ -220,7 +227,8 @@ def _lag(data: dict[str, Any]) -> Figure | None:
     axes = figure.add_subplot()
     _lines(axes, shown, lw=1.5, drawstyle="steps-post")
     _finish(axes, "How far servers are behind", "seconds since the first record", "versions behind the newest")
-    axes.set_ylim(bottom=0)
+    # zero is what is hoped for, and shall be seen above the axis
+    axes.set_ylim(bottom=-0.05 * max(1.0, axes.get_ylim()[1]))
     _whole_numbers(axes.yaxis)
     _legend_under(figure, axes)
     return figure
@@ -314,7 +322,8 @@ def _whole_numbers(axis: Axis) -> None:
 def _plain_log(axes: Axes, text: Callable[[float], str] = "{:g}".format) -> None:
     """Plain numbers on a logarithmic axis; between powers of ten, too, where there are few of these."""
     low, high = axes.get_ylim()
-    near = high / max(low, 1e-300) < _FEW_TICKS
+    powers = math.floor(math.log10(high)) - math.ceil(math.log10(max(low, 1e-300))) + 1
+    near = powers < _FEW_TICKS
 
     def minor(value: float, _: object) -> str:
         return text(value) if near and f"{value:e}"[0] in "25" else ""

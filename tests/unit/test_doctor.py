@@ -115,6 +115,13 @@ def full_stage_folder(healthy):
     healthy.patch("shutil.disk_usage", lambda path: SimpleNamespace(total=10**12, used=10**12, free=10**6))
 
 
+def little_shared_memory(healthy):
+    """As in a container that is started without --ipc and --shm-size."""
+    usage = shutil.disk_usage
+    little = SimpleNamespace(total=64 << 20, used=0, free=64 << 20)
+    healthy.patch("shutil.disk_usage", lambda path: little if str(path) == "/dev/shm" else usage(path))
+
+
 def plugin_left_out(healthy):
     healthy.env("VLLM_PLUGINS", "something_else")
 
@@ -168,6 +175,7 @@ PLANTED = [
     (poll_out_of_range, "server settings", "DELTA_SYNC_POLL_S='fast'", "see the message"),
     (stage_folder_missing, "server settings", "/nonexistent/stage", "see the message"),
     (full_stage_folder, "staging folder", "1 MB free", "free space"),
+    (little_shared_memory, "shared memory", "67 MB free", "--ipc=host"),
     (plugin_left_out, "vllm plugin", "VLLM_PLUGINS='something_else'", "add vllm_delta"),
     (key_of_somebody_else, "bucket", "the manifest is not signed", "see the message"),
     (unknown_encoding, "encoding", "DELTA_SYNC_ENCODING='zip'", "packed"),
