@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run what the documents tell people to run.
+"""Run what the documents and the headers of the examples tell people to run.
 
     python tools/docs_check.py          what needs neither a server nor a trainer; seconds
     python tools/docs_check.py --full   also a real `vllm serve` and a real TRL trainer, as the README says; minutes
@@ -12,6 +12,9 @@ its document and in a folder of its own, against a small run that is made for it
     <!-- docs-check: serve -->            the same, and it goes on while the blocks after it are run
 
 Of commands that would take long by themselves only what they name is checked: `make` targets and `pip` extras exist.
+
+In the header of an example a command is an indented line. It is run if it is one of [`AT_ONCE`]; of the others, which
+tests run in their tiny forms or which need GPUs, the example's own parser must accept every option.
 The exit code is 1 if a block fails or is marked in no known way.
 """
 
@@ -36,7 +39,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/*.md", "configs/README.md", "benchmarks/results/README.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/*.md",
+    "configs/README.md",
+    "benchmarks/results/README.md",
+    "examples/README.md",
+    "examples/*.py",
+    "examples/*/*.py",
+)
 NEEDS = ("needs a GPU", "needs an account", "needs a model hub")
 MARKS = (*NEEDS, "full", "serve")
 SERVER = "http://localhost:8000"
@@ -45,6 +56,33 @@ BLOCK_TIMEOUT_S = 300
 SETTLE_TIMEOUT_S = 120
 _CPU = "__import__('trl').SFTConfig(output_dir='trainer', use_cpu=True, bf16=False, max_steps=3, report_to=[])"
 _DATASET = 'load_dataset("trl-lib/Capybara", split="train")'
+# commands of examples that need a second or two, and neither a server nor a trainer
+AT_ONCE = re.compile(r"examples/(read_a_delta\.py|prepare_model\.py tiny|wordle_space/train_wordle\.py --show)")
+# what stands for a checkpoint of the version before in the header of read_a_delta.py
+_OLD = "CHECKPOINT"
+# a command, and what it is said to do
+_SAID = re.compile(r"(?<=\S) {2,}.*")
+_PARSE = """
+import argparse, json, runpy, sys
+parse = argparse.ArgumentParser.parse_args
+
+def parse_only(parser, *arguments, **options):
+    parse(parser, *arguments, **options)
+    raise SystemExit(0)
+
+argparse.ArgumentParser.parse_args = parse_only
+script, *calls = sys.argv[1:]
+sys.path.insert(0, script.rpartition("/")[0])
+for call in calls:
+    sys.argv = [script, *json.loads(call)]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    else:
+        raise SystemExit(f"{script} ends without having looked at its options")
+"""
 _BLOCK = re.compile(
     r"(?:^<!-- docs-check: (?P<mark>.*?) -->\n)?^```(?P<kind>bash|python)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -56,7 +94,7 @@ class Block:
 
     Args:
         place (`str`): file and line.
-        kind (`str`): `"bash"` or `"python"`.
+        kind (`str`): `"bash"` or `"python"`, or `"header"` of an example.
         mark (`str`, *optional*): what the comment before it says.
         text (`str`): the snippet.
     """
@@ -68,9 +106,13 @@ class Block:
 
 
 def blocks_of(path: Path) -> list[Block]:
-    """All blocks of a document, in order."""
+    """All blocks of a document, in order; of an example the commands in its header, as one."""
     text = path.read_text(encoding="utf-8")
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    if path.suffix == ".py":
+        header = ast.get_docstring(ast.parse(text), clean=False) or ""
+        lines = [_SAID.sub("", line[4:]) for line in header.splitlines() if line.startswith("    ")]
+        return [Block(f"{shown}:2", "header", None, "\n".join(lines))] if lines else []
     return [
         Block(f"{shown}:{text.count(chr(10), 0, match.start('text'))}", match["kind"], match["mark"], match["text"])
         for match in _BLOCK.finditer(text)
@@ -136,6 +178,8 @@ class Stage:
             return parse(block.kind, text)
         if block.kind == "python":
             return self._call([sys.executable, "-c", text]) or self._settle()
+        if block.kind == "header":
+            return self._header(text)
         if block.mark == "serve":
             return self._serve(text)
         for line in commands(text):
@@ -143,6 +187,36 @@ class Stage:
             if problem:
                 return problem
         return None
+
+    def _header(self, text: str) -> str | None:
+        """The commands of an example's header."""
+        calls: dict[str, list[str]] = {}
+        for line in commands(text):
+            problem = parse("bash", line)
+            words = [] if problem else shlex.split(line)
+            if words[:1] != ["python"]:
+                # no command at all, or vLLM's own on another machine
+                pass
+            elif not (script := ROOT / words[1]).is_file():
+                problem = f"there is no {words[1]}"
+            elif AT_ONCE.match(words[1] + " " + " ".join(words[2:])):
+                problem = self._run_example(script, words[2:])
+            else:
+                calls.setdefault(str(script), []).append(json.dumps(words[2:]))
+            if problem:
+                return problem
+        # importing what an example imports takes longer than all else
+        problems = (self._call([sys.executable, "-c", _PARSE, script, *of]) for script, of in calls.items())
+        return next(filter(None, problems), None)
+
+    def _run_example(self, script: Path, words: list[str]) -> str | None:
+        if _OLD in words:
+            version = int(words[words.index("--version") + 1])
+            delta_wire = [sys.executable, "-m", "delta_wire", "checkout", f"{words[0]}@{version - 1}", _OLD]
+            problem = self._call(delta_wire)
+            if problem:
+                return problem
+        return self._call([sys.executable, str(script), *words])
 
     def _call(self, command: list[str]) -> str | None:
         try:

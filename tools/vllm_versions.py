@@ -69,7 +69,11 @@ def main(arguments: list[str]) -> int:
     options = [argument for argument in arguments if argument not in versions] or TESTS
     if not versions:
         raise SystemExit(__doc__)
-    results = {version: run("vllm", version, install(version), options) for version in versions}
+    results = {}
+    for version in versions:
+        folder = install(version)
+        # what one release keeps there of a model another one trusts
+        results[version] = run("vllm", version, folder, options, VLLM_CACHE_ROOT=str(folder / "cache"))
     for version, (passed, last) in results.items():
         print(f"vLLM {version}: {'passed' if passed else 'FAILED'}: {last}")
     return 0 if all(passed for passed, _ in results.values()) else 1

@@ -40,6 +40,7 @@ def new_figure(width_in: float, height_in: float) -> Figure:
         from matplotlib import rcParams
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise SetupError(
             "drawing needs matplotlib, which is not installed: pip install '.[report]' in a checkout of "
@@ -64,10 +65,8 @@ def new_figure(width_in: float, height_in: float) -> Figure:
             "legend.frameon": False,
         }
     )
-    figure = Figure(figsize=(width_in, height_in), layout="constrained")
-    engine = figure.get_layout_engine()
-    assert engine is not None
-    engine.set(w_pad=_PAD_IN, h_pad=_PAD_IN)
+    layout = ConstrainedLayoutEngine(w_pad=_PAD_IN, h_pad=_PAD_IN)
+    figure = Figure(figsize=(width_in, height_in), layout=layout)
     FigureCanvasAgg(figure)
     return figure
 

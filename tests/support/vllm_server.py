@@ -240,6 +240,9 @@ def serve(
     command = [_vllm(), "serve", str(model), "--host=127.0.0.1", f"--port={port}", *common, *flags]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DELTA_SYNC_")}
     environment |= _ALWAYS | (env or {})
+    # a folder of a test's own comes before those that this process was given
+    paths = [named["PYTHONPATH"] for named in (env or {}, os.environ) if named.get("PYTHONPATH")]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
     server = Server(f"http://127.0.0.1:{port}", str(model), log)
     process = start(command, environment, log)
     try:
