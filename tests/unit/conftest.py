@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,6 +21,9 @@ from delta_wire.digest import Digest, digest_tensor
 from delta_wire.state import Delta, TensorDelta, change_of_digest
 from delta_wire.stores import Store
 from delta_wire.stores.local import LocalStore
+
+if TYPE_CHECKING:
+    from followed_run import Server
 
 Bits = dict[str, np.ndarray]
 SHAPES = {"embed.weight": (16, 8), "layer.0.norm.weight": (8,), "layer.0.proj.weight": (8, 24)}
@@ -194,3 +198,19 @@ def bucket(run: Run) -> Path:
     for _ in range(3):
         run.publish()
     return run.store.root
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    """A server that has not looked at its bucket yet."""
+    from followed_run import Server
+
+    return Server(tmp_path)
+
+
+@pytest.fixture
+def following(server: Server) -> Server:
+    """A server that follows a run."""
+    server.writer = server.training.start()  # type: ignore[attr-defined]
+    assert server.step()["state"] == "serving"
+    return server

@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each command of `delta-wire` says."""
+"""What `delta-wire` says about runs: `log`, `inspect`, `verify`, `checkout`, `diff`."""
 
-import contextlib
-import http.server
 import json
-import os
 import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 
 from delta_wire.checkpoint import Checkpoint
-from delta_wire.commands.bench import BENCHMARKS, _rows
-from delta_wire.commands.common import PATIENCE_S, Progress
 from delta_wire.manifest import Ack, manifest_key
 
 
@@ -225,184 +216,6 @@ def test_diff_of_two_models_is_refused_by_name(command, bucket, tools, tmp_path)
     assert result.code == 1 and "layer.0.norm.weight" in result.json["error"]["message"]
 
 
-def test_watch_reads_acknowledgements(command, bucket, run):
-    result = command("watch", bucket, "--once")
-    assert result.code == 1 and "no server has said anything yet" in result.err
-    reader = run.reader()
-    created_unix_s = reader.latest().created_unix_s
-    reader.write_ack(Ack("a", run.writer.version, run.writer.digest, "serving", None, 2.5, created_unix_s + 1))
-    assert command("watch", bucket, "--once").code == 0
-    old = reader.manifest(1)
-    reader.write_ack(Ack("b", old.version, old.digest, "serving", None, 2.5, old.created_unix_s + 0.5))
-    result = command("watch", bucket, "--once", "--json")
-    assert result.code == 1, "b is two versions behind"
-    first, second = result.json["servers"]
-    assert (first["lag_versions"], first["latency_s"], first["pause_ms"]) == (0, 1.0, 2.5)
-    assert (second["lag_versions"], second["latency_s"], second["seq"]) == (2, 0.5, 1)
-    assert command("watch", bucket, "--once", "--max-lag", 2).code == 0
-    reader.write_ack(Ack("a", run.writer.version, run.writer.digest, "degraded", "disk full", 2.5, created_unix_s))
-    result = command("watch", bucket, "--once", "--max-lag", 2)
-    assert result.code == 1 and "a: disk full" in result.err
-    assert command("watch", bucket, "http://127.0.0.1:9").code == 2
-
-
-@pytest.fixture
-def long_run(run):
-    """Versions 0 to 8, with anchors at 3 and 6."""
-    from delta_wire.anchors import stream_anchor
-
-    for seq in range(1, 9):
-        if seq not in (3, 6):
-            run.publish()
-            continue
-        delta, digest = run.next_delta()
-        bits = run.bits.__getitem__
-        anchor = stream_anchor(run.store, run.table, bits, seq=seq, digest=digest, files=run.base)
-        run.writer.publish(delta, digest=digest, step=seq, anchor=anchor)
-    return run
-
-
-def test_gc_removes_what_no_reader_needs(command, long_run, tmp_path):
-    bucket = long_run.store.root
-    # what was made a moment ago stays for an hour
-    result = command("gc", bucket, "--dry-run", "--json")
-    assert result.code == 0 and result.json["delete"] == [] and result.json["waiting"] > 0
-    before = {info.key for info in long_run.store.list("")}
-    dry = command("gc", bucket, "--dry-run", "--grace", 0, "--json").json
-    assert dry["deleted"] == 0 and dry["oldest_kept"].endswith("-3") and dry["newest"].endswith("-8")
-    assert {info.key for info in long_run.store.list("")} == before
-    text = command("gc", bucket, "--dry-run", "--grace", 0)
-    assert "deltas/000000000001-" in text.out and "would remove" in text.err
-    result = command("gc", bucket, "--grace", 0, "--yes", "--json").json
-    assert result["delete"] == dry["delete"] and result["deleted"] == len(dry["delete"])
-    after = {info.key for info in long_run.store.list("")}
-    assert before - after == {entry["key"] for entry in dry["delete"]}
-    assert command("verify", bucket).code == 0
-    assert command("checkout", f"{bucket}@3", tmp_path / "three").code == 0
-    assert command("gc", bucket, "--grace", 0, "--yes", "--json").json["delete"] == []
-    assert command("gc", bucket, "--restart-points", 1, "--dry-run").code == 2
-
-
-def test_gc_asks_before_it_removes(long_run):
-    """On a terminal; elsewhere it wants to be told."""
-    bucket = long_run.store.root
-    before = {info.key for info in long_run.store.list("")}
-    for answer, code in (("n", 1), ("y", 0)):
-        end, other = os.openpty()
-        try:
-            words = [
-                sys.executable,
-                "-c",
-                "from delta_wire.cli import main; main()",
-                "gc",
-                str(bucket),
-                "--grace",
-                "0",
-            ]
-            process = subprocess.Popen(
-                words, cwd="/", stdin=other, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            os.write(end, f"{answer}\n".encode())
-            _, err = process.communicate(timeout=60)
-        finally:
-            os.close(end)
-            os.close(other)
-        assert process.returncode == code and "Remove " in err
-        assert ({info.key for info in long_run.store.list("")} == before) is (answer == "n")
-
-
-@pytest.fixture
-def server():
-    """Something that answers as a server of vLLM does, with and without the extension."""
-    status = {"state": "serving", "server": "one", "version": "r-1-3", "seq": 3, "lag_versions": 0, "pauses_ms": [4.0]}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            known = self.path == "/delta/status"
-            self.send_response(200 if known else 404)
-            self.end_headers()
-            self.wfile.write(json.dumps(status).encode() if known else b"{}")
-
-        def log_message(self, *arguments):
-            pass
-
-    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{httpd.server_port}", status
-    httpd.shutdown()
-    httpd.server_close()
-
-
-def test_watch_asks_servers(command, server):
-    url, status = server
-    result = command("watch", url, "--once", "--json")
-    assert result.code == 0
-    assert result.json["servers"][0] | {"server": "one", "seq": 3, "pause_ms": 4.0} == result.json["servers"][0]
-    result = command("watch", url, f"{url}/other", "http://127.0.0.1:9", "--once")
-    assert result.code == 1 and result.out.count("unreachable") == 2
-    assert "--worker-extension-cls vllm_delta.DeltaWorkerExtension" in result.err
-    status["state"] = 7
-    assert "unreachable" not in command("watch", url, "--once").out
-
-
-def test_watch_goes_on(delta_wire_process, bucket, run):
-    process = delta_wire_process("watch", bucket, "--json", "--interval", 0.1, stdout=subprocess.PIPE)
-    try:
-        assert json.loads(process.stdout.readline())["servers"] == []
-        run.reader().write_ack(Ack("a", run.writer.version, run.writer.digest, "serving", None, 2.5, 1.0))
-        assert json.loads(process.stdout.readline())["servers"][0]["server"] == "a"
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_bench_runs_the_scripts_and_keeps_what_they_ran_on(command, tmp_path):
-    result = command("bench", "payload", "--quick", "--save", tmp_path / "results", "--json")
-    assert result.code == 0, result.err
-    row = result.json["results"]["payload"]
-    assert row["traces"][0]["encodings"]["packed"]["bytes_per_changed"] < 2
-    assert row["measured"]["command"].startswith("python benchmarks/payload.py --trace benchmarks/data/")
-    assert row["measured"]["machine"]["cores"] >= 1 and row["measured"]["versions"]["numpy"]
-    assert json.loads((tmp_path / "results" / "payload.json").read_text()) == row
-    (tmp_path / "empty").mkdir()
-    text = command("bench", "extract", "--dir", tmp_path / "empty")
-    assert text.code == 1 and "extract.py ended with exit code 2" in text.err
-    assert "payload" in command("bench", "--list").out
-    assert set(command("bench", "--list", "--json").json["benchmarks"]) >= {"payload", "pause"}
-
-
-def test_the_table_of_bench_reads_the_results_that_are_kept():
-    kept = {path.stem: path for path in (Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json")}
-    assert kept.keys() & BENCHMARKS.keys()
-    for name in kept.keys() & BENCHMARKS.keys():
-        rows = _rows(name, json.loads(kept[name].read_text()))
-        assert [row[2] for row in rows] == [what for _, what in BENCHMARKS[name].shown]
-
-
-def test_signed_runs_are_told_from_others(command, run, tmp_path, monkeypatch):
-    from delta_wire.bucket import BucketWriter
-    from delta_wire.signing import Signer
-    from delta_wire.stores.local import LocalStore
-
-    for name in ("mine", "other"):
-        public = command("keygen", tmp_path / f"{name}.key", "--json").json["public_key"]
-        (tmp_path / f"{name}.pub").write_text(public)
-    again = command("keygen", tmp_path / "mine.key", "--json")
-    assert again.code == 1 and "exists already" in again.json["error"]["message"]
-    store = LocalStore(tmp_path / "signed")
-    store.ensure()
-    signer = Signer(tmp_path / "mine.key")
-    BucketWriter.start(store, table=run.table, digest=run.base_digest, reference=str(run.base), signer=signer)
-    monkeypatch.setenv("DELTA_SYNC_PUBLIC_KEY", str(tmp_path / "mine.pub"))
-    assert command("verify", store.root).code == 0
-    # the run of the other fixture is not signed at all
-    unsigned = command("log", run.store.root, "--json")
-    assert unsigned.code == 1 and "the manifest is not signed" in unsigned.json["error"]["message"]
-    monkeypatch.setenv("DELTA_SYNC_PUBLIC_KEY", str(tmp_path / "other.pub"))
-    wrong = command("log", store.root, "--json")
-    assert wrong.code == 1 and wrong.json["error"]["type"] == "SignatureError"
-
-
 def test_a_folder_with_an_at_in_its_name(command, bucket, tmp_path):
     bucket.rename(tmp_path / "bucket@3")
     assert len(command("inspect", tmp_path / "bucket@3", "--json").json["model"]) == 4
@@ -417,61 +230,6 @@ def test_what_is_no_bucket_is_told_by_its_kind(command, tmp_path, name):
     (tmp_path / "LATEST").write_bytes(b'{"format":7}')
     result = command(name, tmp_path, "--json")
     assert result.code == 1 and result.json["error"]["type"] == "UnsupportedFormatError"
-
-
-def test_progress_is_shown_after_a_while(monkeypatch, capsys):
-    now_s = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    shown = Progress("reading")
-    shown.step(4)
-    shown.show()
-    assert capsys.readouterr().err == ""
-    now_s[0] += PATIENCE_S
-    shown.step(4)
-    shown.show()
-    assert capsys.readouterr().err == "\rreading [############            ] 2/4, 2 s left"
-    shown.clear()
-    assert capsys.readouterr().err.strip("\r ") == ""
-    unknown = Progress("writing")
-    now_s[0] += 70
-    unknown.show()
-    assert capsys.readouterr().err == "\rwriting … 70 s"
-
-
-SLOW = """
-import sys, threading
-import delta_wire.commands.common as common
-import delta_wire.replay as replay
-from delta_wire.cli import main
-
-common.PATIENCE_S, common._SHOW_S = 0.0, 0.05
-shown = threading.Event()
-show, checkout = common.Progress.show, replay.checkout
-common.Progress.show = lambda self: (show(self), shown.set())
-# takes until somebody has been told
-replay.checkout = lambda *arguments: (sys.stderr.isatty() and shown.wait(60), checkout(*arguments))[1]
-main()
-"""
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_for_terminals_and_goes_away(bucket, tmp_path, terminal):
-    """Behind a real terminal, and behind a pipe."""
-    end, other = os.openpty() if terminal else os.pipe()
-    words = [sys.executable, "-c", SLOW, "checkout", f"{bucket}@latest", str(tmp_path / "out")]
-    process = subprocess.Popen(words, cwd="/", stdout=subprocess.PIPE, stderr=other, text=True)
-    os.close(other)
-    said = b""
-    # a terminal whose last writer has gone is an error to read
-    with contextlib.suppress(OSError):
-        while piece := os.read(end, 4096):
-            said += piece
-    os.close(end)
-    out, _ = process.communicate(timeout=120)
-    err = said.decode().replace("\r\n", "\n")
-    assert process.returncode == 0 and out == f"{tmp_path / 'out'}\n"
-    assert ("rebuilding version" in err) is terminal
-    assert err.rpartition("\r")[2].startswith("version ") and err.endswith("proven\n")
 
 
 @pytest.mark.parametrize("name", ["log", "inspect", "verify", "report"])
