@@ -22,7 +22,7 @@ help:
 	@echo "make matrix             every model with every number of ranks, eager and compiled, against fresh servers"
 	@echo "make trl-versions       the tests of the trainers with TRL $(TRL_VERSIONS) (TRL_VERSIONS=… for others)"
 	@echo "make vllm-versions      the tests of the servers with the code of vLLM $(VLLM_VERSIONS) (VLLM_VERSIONS=… for others)"
-	@echo "make docs-check         run every command of README and docs, with a real server and trainer (3 minutes)"
+	@echo "make docs-check         run every command of README and docs, with real servers and trainers (6 minutes)"
 	@echo "make figures            draw the pictures of the docs and copy their numbers from benchmarks/results"
 	@echo "make aot                compile every GPU kernel for sm_80, sm_90 and sm_100, no GPU needed, and check them"
 	@echo "make env                only the environment, in $(VENV)"

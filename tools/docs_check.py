@@ -27,6 +27,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,6 +130,8 @@ class Stage:
 
     def __init__(self, folder: Path, full: bool):
         self.folder = folder
+        # where the reader is, who has followed every `cd`
+        self.cwd = folder
         self.full = full
         self.servers: list[subprocess.Popen[str]] = []
         model = folder / "model"
@@ -141,6 +144,8 @@ class Stage:
         }
         for name in ("shared", "runs/demo"):
             (folder / name).mkdir(parents=True)
+        shutil.copytree(ROOT / "configs", folder / "configs", ignore=shutil.ignore_patterns("runs", "model"))
+        (folder / "examples").symlink_to(ROOT / "examples")
         sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "support")]
         if full:
             from prepare_model import prepare
@@ -183,10 +188,18 @@ class Stage:
         if block.mark == "serve":
             return self._serve(text)
         for line in commands(text):
-            problem = self._check(line) if is_long(line) else self._call(["bash", "-euo", "pipefail", "-c", line])
+            if line.startswith("cd "):
+                problem = self._enter(line)
+            else:
+                problem = self._check(line) if is_long(line) else self._call(["bash", "-euo", "pipefail", "-c", line])
             if problem:
                 return problem
         return None
+
+    def _enter(self, line: str) -> str | None:
+        """Every document begins in a checkout, and so does every `cd`."""
+        self.cwd = self.folder / shlex.split(line)[1]
+        return None if self.cwd.is_dir() else f"{line}: there is no such folder"
 
     def _header(self, text: str) -> str | None:
         """The commands of an example's header."""
@@ -222,7 +235,7 @@ class Stage:
         try:
             done = subprocess.run(
                 command,
-                cwd=self.folder,
+                cwd=self.cwd,
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -262,7 +275,7 @@ class Stage:
         with log.open("w") as file:
             server = subprocess.Popen(
                 ["bash", "-euo", "pipefail", "-c", text],
-                cwd=self.folder,
+                cwd=self.cwd,
                 env=self.environment(),
                 stdout=file,
                 stderr=file,

@@ -80,6 +80,14 @@ def test_commands_of_examples_that_do_not_run_are_found(tmp_path):
         assert problem in finding
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_command_hides_in_a_block_of_another_kind(path):
+    blocks = re.findall(r"^```(.*?)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    assert {kind for kind, _ in blocks} <= {"", "bash", "python", "json", "yaml"}
+    command = re.compile(r"^(\$ )?(delta-wire|trl-delta|vllm|make|pip|python|accelerate|torchrun) ", re.MULTILINE)
+    assert not [text for kind, text in blocks if kind != "bash" and command.search(text)]
+
+
 def test_a_document_without_a_block_checks_nothing(tmp_path):
     (tmp_path / "document.md").write_text("no block at all\n")
     assert check(tmp_path / "document.md").returncode == 1
