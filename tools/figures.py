@@ -39,10 +39,10 @@ def headline() -> str:
     demo = read("demo_smollm2")
     shares, sizes, pauses = demo["changed_frac"], demo["delta_bytes"], sorted(demo["pause_ms"])
     return (
-        f"After a GRPO step on SmolLM2-135M only **{min(shares):.2%}–{max(shares):.2%} of the bf16 weights** have "
-        f"other bits: this project sends those\n**{min(sizes) / 1e6:.2f}–{max(sizes) / 1e6:.2f} MB instead of "
+        f"A GRPO step on SmolLM2-135M changes only **{min(shares):.2%}–{max(shares):.2%} of the bf16 weights**: "
+        f"this project sends these\n**{min(sizes) / 1e6:.2f}–{max(sizes) / 1e6:.2f} MB instead of "
         f"{demo['full_bytes'] / 1e6:.0f} MB** through a bucket to running vLLM servers, which swap them in between "
-        f"two engine steps\n(a pause of {pauses[len(pauses) // 2]:.0f} ms in the middle, on two CPU cores) and prove "
+        f"two engine steps\n(a median pause of {pauses[len(pauses) // 2]:.0f} ms on two CPU cores) and prove "
         "that what they serve is, bit for bit, the trainer's version.\n(`make demo`, stored in "
         "[benchmarks/results/demo_smollm2.json](benchmarks/results/demo_smollm2.json).)"
     )
@@ -151,7 +151,7 @@ def encodings() -> str:
     rows += [[names[name], f"{entry['bytes_per_changed']:.2f}", "", "", ""] for name, entry in coded["others"].items()]
     return (
         f"A recorded GRPO update of {coded['params']:,} weights, {coded['changed']:,} of them changed "
-        f"({coded['density']:.3%}).\n\n"
+        f"({coded['density']:.3%}), coded by\n[`payload.py`](../benchmarks/payload.py).\n\n"
         + table(["coded as", "bytes per change", "of its floor", "of full", "encode + decode"], rows)
     )
 
@@ -166,9 +166,11 @@ def swaps() -> str:
         ["vLLM's reload from disk", f"{pause['reload_ms']:.0f}", f"{pause['commit_speedup_vs_reload']:.0f}"],
     ]
     return (
-        f"{pause['changed']:,} of {pause['params']:,} weights, one live model in one process.\n\n"
+        f"{pause['changed']:,} of {pause['params']:,} weights, one live model in one process "
+        "([`pause.py`](../benchmarks/pause.py)).\n\n"
         + table(["way", "ms without generation", "times ours"], rows)
-        + f"\n\nUnder constant load a version every second costs {serving['loss_frac']:.1%} of the tokens; the 99th "
+        + "\n\nUnder constant load ([`serving.py`](../benchmarks/serving.py)) a version every second costs "
+        f"{serving['loss_frac']:.1%} of the tokens; the 99th "
         f"percentile of the delay between two tokens goes from {serving['p99_itl_ms_off']:.0f} to "
         f"{serving['p99_itl_ms_on']:.0f} ms,\nthe longest of all from {serving['max_itl_ms_off']:.0f} to "
         f"{serving['max_itl_ms_on']:.0f} ms ({serving['versions']} versions). Verifying all live weights "
@@ -251,6 +253,33 @@ def sizing() -> str:
     )
 
 
+def prices() -> str:
+    """What an hour costs on an object store, by list prices that the text names."""
+    coded = trace()["encodings"]["packed"]["bytes_per_changed"] * trace()["density"]
+    servers, versions_an_hour, polls_an_hour = 8, 360, 7200
+    # dollars: a read, a write, a byte to the internet, a byte kept for an hour
+    read, write, out, kept = 0.0004 / 1000, 0.005 / 1000, 0.09 / 1e9, 0.023 / 1e9 / 730
+    rows = []
+    for params in (1e9, 8e9, 70e9):
+        # a publication is three writes and two reads; a server adds manifest, object and acknowledgement to its polls
+        requests = servers * (polls_an_hour + 2 * versions_an_hour) * read + 2 * versions_an_hour * read
+        requests += (3 + servers) * versions_an_hour * write
+        sent, dense = (size * params * servers * versions_an_hour for size in (coded, 2.0))
+        rows.append(
+            [
+                f"{params / 1e9:.0f} B",
+                dollars(requests),
+                dollars(4 * 2 * params * kept),
+                f"{dollars(sent * out)} ({sent / 1e9:,.0f} GB)",
+                f"{dollars(dense * out)} ({dense / 1e12:,.0f} TB)",
+            ]
+        )
+    return table(
+        ["parameters", "requests", "storage", "traffic, if the servers are elsewhere", "the same with all weights"],
+        rows,
+    )
+
+
 def versions() -> str:
     """What is installed by `make env`."""
     pins = dict(
@@ -262,6 +291,10 @@ def versions() -> str:
     return table(["package", "version"], rows)
 
 
+def dollars(amount: float) -> str:
+    return "under $0.01" if amount < 0.01 else f"${amount:,.2f}" if amount < 100 else f"${amount:,.0f}"
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -269,7 +302,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (headline, results, encodings, swaps, break_even, densities, share, sizing, versions)
+    for function in (headline, results, encodings, swaps, break_even, densities, share, sizing, prices, versions)
 }
 
 

@@ -65,7 +65,9 @@ def run(package: str, version: str, folder: Path, arguments: list[str], **variab
 
 def main(arguments: list[str]) -> int:
     versions = [argument for argument in arguments if argument[:1].isdigit()]
-    options = [argument for argument in arguments if argument not in versions] or TESTS
+    options = [argument for argument in arguments if argument not in versions]
+    # options of pytest alone choose no tests
+    options += TESTS if all(option.startswith("-") for option in options) else []
     if not versions:
         raise SystemExit(__doc__)
     results = {}

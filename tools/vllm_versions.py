@@ -66,7 +66,9 @@ def install(version: str) -> Path:
 
 def main(arguments: list[str]) -> int:
     versions = [argument for argument in arguments if argument[:1].isdigit()]
-    options = [argument for argument in arguments if argument not in versions] or TESTS
+    options = [argument for argument in arguments if argument not in versions]
+    # options of pytest alone choose no tests
+    options += TESTS if all(option.startswith("-") for option in options) else []
     if not versions:
         raise SystemExit(__doc__)
     results = {}
