@@ -8,16 +8,17 @@ a module of its own whose name contains `lora_`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from delta_wire.errors import SetupError
-from trl_delta.dtensors import whole_tensor
+from trl_delta.dtensors import is_sharded
 from trl_delta.wrappers import WRAPPER_SEGMENTS, checkpoint_name, is_peft_model
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.tensor import DTensor
 
 # of a product's rows, computed in one go
 _BLOCK_ROWS = 256
@@ -76,9 +77,18 @@ class Merge:
     factors: tuple[Factors, ...] | None = None
     first_row: int = 0
 
-    def gathered(self) -> Merge:
-        """With the factors as they are now, whole; sharded ones need all processes to call this."""
-        return replace(self, factors=tuple(self._factors()))
+    def sharded(self) -> list[DTensor]:
+        """What of the active adapters is spread over processes, in an order that is the same on each."""
+        found = (tensor for _, low, high, _ in self._parts() for tensor in (low, high))
+        return [tensor for tensor in found if is_sharded(tensor)]  # type: ignore[misc]
+
+    def with_whole(self, whole: Mapping[int, torch.Tensor]) -> Merge:
+        """With the factors as they are now.
+
+        Args:
+            whole (`dict`): what [`Merge.sharded`] lists, gathered, by `id`.
+        """
+        return replace(self, factors=tuple(self._factors(whole)))
 
     def apply(self, weight: torch.Tensor) -> torch.Tensor:
         """The layer's weight, or rows of it, with the active adapters in it.
@@ -92,11 +102,17 @@ class Merge:
         import torch
 
         merged = weight.detach().to(torch.float32, copy=True)
-        for factors in self._factors() if self.factors is None else self.factors:
+        for factors in self._factors({}) if self.factors is None else self.factors:
             factors.add_to(merged, self.first_row)
         return merged
 
-    def _factors(self) -> Iterator[Factors]:
+    def _factors(self, whole: Mapping[int, torch.Tensor]) -> Iterator[Factors]:
+        for name, low, high, transposed in self._parts():
+            low, high = whole.get(id(low), low), whole.get(id(high), high)
+            yield Factors(high, low, self.layer.scaling[name], transposed)
+
+    def _parts(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, bool]]:
+        """Name, factors as they lie here, and whether they are transposed, of each active adapter."""
         layer = self.layer
         if layer.merged_adapters:
             raise SetupError(
@@ -105,15 +121,10 @@ class Merge:
             )
         for name in active_adapters(layer):
             if name in layer.lora_A:
-                low, high = layer.lora_A[name].weight, layer.lora_B[name].weight
-                transposed = layer.fan_in_fan_out
+                yield name, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.fan_in_fan_out
             elif name in layer.lora_embedding_A:
-                low, high = layer.lora_embedding_A[name], layer.lora_embedding_B[name]
-                transposed = True
-            else:
-                # an adapter that does not target this layer
-                continue
-            yield Factors(whole_tensor(high), whole_tensor(low), layer.scaling[name], transposed)
+                yield name, layer.lora_embedding_A[name], layer.lora_embedding_B[name], True
+            # any other adapter does not target this layer
 
 
 def active_adapters(module: Any) -> list[str]:

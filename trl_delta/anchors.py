@@ -7,7 +7,7 @@ import logging
 import time
 from pathlib import Path
 
-from delta_wire.anchors import stream_anchor
+from delta_wire.anchors import anchor_prefix, stream_anchor
 from delta_wire.chain import BucketReader
 from delta_wire.digest import Digest
 from delta_wire.errors import DeltaError, StoreError
@@ -62,6 +62,8 @@ class AnchorMaker:
         # of the anchor being made
         self._began_s = 0.0
         self._is_answer = False
+        # uploaded for a version that is not published yet
+        self._made: AnchorPart | None = None
 
     @property
     def due(self) -> bool:
@@ -73,10 +75,15 @@ class AnchorMaker:
         return self.requests.due_after(self._anchor_seq)
 
     def make(self, bits: OldBits, seq: int, digest: Digest) -> AnchorPart | None:
-        """Upload a state as the anchor of the version to come; `None` if that cannot be done now."""
+        """Upload a state as the anchor of the version to come; `None` if that cannot be done now.
+
+        Once for each version, however often that has to be tried.
+        """
+        if self._made is not None and self._made.objects[0].key.startswith(anchor_prefix(seq, digest)):
+            return self._made
         self._begin(seq)
         try:
-            return stream_anchor(
+            self._made = stream_anchor(
                 self._store,
                 self._table,
                 bits,
@@ -89,9 +96,11 @@ class AnchorMaker:
             self._wait_longer()
             logger.warning("delta sync: no anchor for version %d this time: %s", seq, error)
             return None
+        return self._made
 
     def published(self, manifest: Manifest) -> None:
         """A version is durable."""
+        self._made = None
         if manifest.anchor is not None:
             if self._is_answer:
                 self.requests.answered(time.monotonic() - self._began_s)

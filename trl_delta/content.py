@@ -11,11 +11,13 @@ import numpy as np
 
 from delta_wire import kernels
 from delta_wire.adapter import Adapter
+from delta_wire.checkpoint import Checkpoint
 from delta_wire.encodings.warm import warm_up
 from delta_wire.state import OldBits, TensorTable
 from trl_delta.base import base_checkpoint, require_base, save_anchor, save_files
 from trl_delta.config import DeltaSyncConfig
 from trl_delta.detector import Detector
+from trl_delta.gathering import WholeFactors
 from trl_delta.joint import agreed_digest, gather_bits, owned
 from trl_delta.names import LiveTensor, Naming, table_of
 from trl_delta.ranks import Ranks
@@ -49,6 +51,9 @@ class Content:
     table: TensorTable
     detector: Detector
     num_owned: int
+    reference: str | None
+    _base: Checkpoint | None
+    _factors: WholeFactors
     _naming: Naming | SeparateAdapter
 
     def __init__(
@@ -62,7 +67,6 @@ class Content:
         self._ranks = ranks
         self._processing_class = processing_class
         self._separate: SeparateAdapter | None = None
-        self.reference, self._base = base_checkpoint(model)
         ranks.all_do(lambda: self._take_names(config))
         if self._separate is not None:
             separate, base_digest = self._separate, self._separate.agree_on_base()
@@ -82,17 +86,35 @@ class Content:
         """Whether the state is that of the checkpoint [`Content.reference`], in every bit."""
         return self._base is not None and self._base.digest() == self.digest
 
-    def live(self) -> list[LiveTensor]:
-        """The model's tensors as they are now, under their checkpoint names."""
-        return self._naming.live(self._model)
+    @property
+    def needs_all(self) -> bool:
+        """Whether looking at the weights takes all processes; see [`~trl_delta.gathering.WholeFactors`]."""
+        return self._factors.needed
 
-    def own(self) -> list[LiveTensor]:
-        """What of them this process looks at and publishes."""
-        return owned(self.live(), self._ranks)
+    def live(self) -> list[LiveTensor]:
+        """The model's tensors as they are now, under their checkpoint names. Called by all processes."""
+        live = self._factors.of(self._read)
+        assert live is not None, "it is this process' turn"
+        return live
+
+    def own(self, turn: bool = True) -> list[LiveTensor] | None:
+        """What of them this process looks at and publishes; `None` if it is not its `turn`.
+
+        Called by all processes after the same step if [`Content.needs_all`].
+        """
+        live = self._factors.of(self._read, turn)
+        return None if live is None else owned(live, self._ranks)
+
+    def pieces(self) -> list[LiveTensor]:
+        """As [`Content.own`], to be asked for names and places only: without the other processes."""
+        return owned(self._read(), self._ranks)
 
     def gather_bits(self) -> dict[str, np.ndarray]:
         """All bits of the model's tensors, on the first process only; called by all."""
         return gather_bits(self.live(), self._ranks)
+
+    def _read(self) -> list[LiveTensor]:
+        return self._naming.live(self._model)
 
     def with_kept(self, bits: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The bits of a whole state, given those of the model's tensors."""
@@ -100,7 +122,7 @@ class Content:
 
     def last_bits(self) -> OldBits:
         """Tensors of the last extraction by checkpoint name, copied one at a time. On one process only."""
-        entries = {name: entry for entry in self.live() for name in entry.names}
+        entries = {name: entry for entry in self._read() for name in entry.names}
         base, kept = self._base, self._naming.kept
         return lambda name: base.bits(name) if base is not None and name in kept else self.detector.bits(entries[name])
 
@@ -130,16 +152,21 @@ class Content:
         refuse_wrappers(self._model)
         kernels.warm_up()
         warm_up()
+        self.reference, self._base = base_checkpoint(self._model)
+        self._find_table(config)
+        self._factors = WholeFactors(self._read())
+
+    def _find_table(self, config: DeltaSyncConfig) -> None:
         if config.delta_sync_adapter == "separate":
             self._naming = self._separate = SeparateAdapter(
                 self._model, config, self.reference, self._base, ranks=self._ranks
             )
-            self.table = table_of(self._naming.live(self._model))
+            self.table = table_of(self._read())
             return
         base_table = None if self._base is None else self._base.table()
         self._naming = Naming(self._model, base_table)
         kept = [] if base_table is None else [base_table[name] for name in self._naming.kept]
-        self.table = table_of(self._naming.live(self._model), kept)
+        self.table = table_of(self._read(), kept)
         if base_table is not None:
             require_base(base_table, self.table, self.reference)
 

@@ -142,17 +142,16 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 def gathered(live: Iterable[LiveTensor]) -> Iterator[LiveTensor]:
     """Yield each tensor with all of it in this process' memory, one source at a time.
 
-    Of sharded weights all processes must read all, in the same order.
+    Of sharded weights all processes must read all, in the same order; the factors of sharded adapters are whole
+    already.
     """
     by_source: dict[int, list[LiveTensor]] = {}
     for entry in live:
         by_source.setdefault(id(entry.source), []).append(entry)
     for entries in by_source.values():
         source = whole_tensor(entries[0].source)
-        # parts of one weight have the same adapters
-        merge = None if entries[0].merge is None else entries[0].merge.gathered()
         for entry in entries:
-            yield replace(entry, source=source, merge=merge)
+            yield replace(entry, source=source)
 
 
 def live_bits(live: Iterable[LiveTensor]) -> Iterator[tuple[str, np.ndarray]]:
@@ -161,9 +160,13 @@ def live_bits(live: Iterable[LiveTensor]) -> Iterator[tuple[str, np.ndarray]]:
     Of sharded weights see [`gathered`].
     """
     for entry in gathered(live):
-        bits = to_numpy(kernels.round_bits(_contiguous(entry.tensor)))
-        for name in entry.names:
-            yield name, bits
+        yield from entry_bits(entry).items()
+
+
+def entry_bits(entry: LiveTensor) -> dict[str, np.ndarray]:
+    """The same of one tensor that this process has whole."""
+    bits = to_numpy(kernels.round_bits(_contiguous(entry.tensor)))
+    return dict.fromkeys(entry.names, bits)
 
 
 def digest_now(own: Iterable[LiveTensor]) -> Digest:

@@ -6,20 +6,18 @@ from __future__ import annotations
 import numpy as np
 
 from delta_wire import encodings
-from delta_wire.bucket import BucketWriter
 from delta_wire.digest import Digest
 from delta_wire.errors import ModelMismatchError
-from delta_wire.manifest import Manifest
 from delta_wire.state import OldBits, TensorTable
 from delta_wire.stores import Store, open_store
 from trl_delta.anchors import AnchorMaker
-from trl_delta.detector import Detector, gathered, live_bits
+from trl_delta.detector import Detector, entry_bits, gathered
 from trl_delta.dtensors import is_sharded
 from trl_delta.names import LiveTensor
 from trl_delta.publisher import Publisher
 from trl_delta.ranks import Ranks
 from trl_delta.replica import ReplayedAnchors
-from trl_delta.rounds import PartWriter
+from trl_delta.rounds import Opened, PartWriter
 from trl_delta.sharded import ShardedPublisher
 from trl_delta.shards import coding_shards, own_tensors
 
@@ -28,7 +26,8 @@ def open_everywhere(bucket: str, ranks: Ranks) -> Store:
     """The bucket on every process, made by the first if there is none."""
     stores: list[Store] = []
     ranks.first_does(lambda: stores.append(open_store(bucket, create=True)))
-    return stores[0] if stores else open_store(bucket)
+    ranks.all_do(lambda: None if stores else stores.append(open_store(bucket)))
+    return stores[0]
 
 
 def owned(live: list[LiveTensor], ranks: Ranks) -> list[LiveTensor]:
@@ -61,22 +60,32 @@ def gather_bits(live: list[LiveTensor], ranks: Ranks) -> dict[str, np.ndarray]:
     """All bits of the model on the first process, nothing elsewhere.
 
     For the checkpoint that a run begins with if there is no other, and never again: the only time that sharded weights
-    are gathered, one tensor at a time.
+    are gathered, one tensor at a time. Where the first process has no room for them it goes on to the end with the
+    others before all raise.
     """
-    if ranks.is_first:
-        return dict(live_bits(live))
-    for _ in gathered(live):
-        pass
-    return {}
+    bits: dict[str, np.ndarray] = {}
+    failure: Exception | None = None
+    for entry in gathered(live):
+        if ranks.is_first and failure is None:
+            try:
+                bits |= entry_bits(entry)
+            except Exception as error:
+                failure = error
+                bits.clear()
+
+    def result() -> None:
+        if failure is not None:
+            raise failure
+
+    ranks.first_does(result)
+    return bits
 
 
 def make_publisher(
     ranks: Ranks,
     store: Store,
     table: TensorTable,
-    head: Manifest,
-    next_seq: int,
-    writer: BucketWriter | None,
+    opened: Opened,
     live: list[LiveTensor],
     detector: Detector,
     *,
@@ -92,9 +101,7 @@ def make_publisher(
         ranks ([`~trl_delta.ranks.Ranks`]): of the training.
         store ([`~delta_wire.stores.Store`]): the bucket.
         table ([`~delta_wire.state.TensorTable`]): the whole model.
-        head ([`~delta_wire.manifest.Manifest`]): newest version, which the weights equal.
-        next_seq (`int`): number of the next.
-        writer ([`~delta_wire.bucket.BucketWriter`], *optional*): on the first process.
+        opened ([`~trl_delta.rounds.Opened`]): the run.
         live (list of [`LiveTensor`]): what this process owns.
         detector ([`Detector`]): of the same.
         step (`int`): optimizer step.
@@ -103,9 +110,11 @@ def make_publisher(
         replayed ([`ReplayedAnchors`], *optional*): on the first of several.
     """
     mirror = detector.copy_bits(live) if encodings.get(encoding).needs_old_weights else None
-    if writer is not None and ranks.count == 1:
-        return Publisher(writer, step=step, encoding=encoding, mirror=mirror, anchors=anchors, snapshot=snapshot)
+    if opened.writer is not None and ranks.count == 1:
+        return Publisher(
+            opened.writer, step=step, encoding=encoding, mirror=mirror, anchors=anchors, snapshot=snapshot
+        )
     shards = coding_shards(live, table, needs_all_rows=mirror is not None)
     starts = {name: entry.start for entry in live for name in entry.names}
-    parts = PartWriter(ranks.clone(), store, table, head, next_seq, writer, shards, replayed)
+    parts = PartWriter(ranks.clone(), store, table, opened, shards, replayed)
     return ShardedPublisher(ranks, parts, starts=starts, step=step, encoding=encoding, mirror=mirror)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,10 @@ from delta_wire.stores import Store
 from trl_delta.content import Content
 from trl_delta.ranks import Ranks
 from trl_delta.resume import Resumed
+from trl_delta.rounds import Opened
 from trl_delta.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A run whose newest version has the training model's weights.
-
-    Args:
-        head ([`~delta_wire.manifest.Manifest`]): that version.
-        next_seq (`int`): number of the next.
-        writer ([`~delta_wire.bucket.BucketWriter`], *optional*): on the first process.
-    """
-
-    head: Manifest
-    next_seq: int
-    writer: BucketWriter | None
 
 
 def open_run(

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -19,8 +18,9 @@ from delta_wire.manifest import AnchorPart, VersionId
 from delta_wire.state import Delta, OldBits, compose
 from delta_wire.stores import Store
 from trl_delta.anchors import AnchorMaker
+from trl_delta.ledger import Ledger
+from trl_delta.notices import Notices
 
-logger = logging.getLogger(__name__)
 # how long a thread that hangs in a call to the store is waited for when closing
 _JOIN_S = 5.0
 
@@ -52,36 +52,26 @@ class Writer(Protocol):
     ) -> Published: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A version that became durable.
+@dataclass
+class Item:
+    """What is on its way to become a version.
 
     Args:
-        seq (`int`): its sequence number.
-        step (`int`): optimizer step whose weights it was published with.
-        digest ([`~delta_wire.digest.Digest`]): of its state.
-        delta_bytes (`int`): size of its objects.
-        num_changed (`int`): changed elements.
-        publish_s (`float`): seconds from hand-over to durable, other tries included.
+        delta (`Delta`): since the one before.
+        digest ([`~delta_wire.digest.Digest`]): of the state after it.
+        step (`int`): optimizer step of that state.
+        submitted_s (`float`): when it was handed over.
+        is_answer (`bool`): there is nothing to publish but the anchor that a server has asked for.
     """
 
-    seq: int
-    step: int
-    digest: Digest
-    delta_bytes: int
-    num_changed: int
-    publish_s: float
-
-
-@dataclass
-class _Item:
     delta: Delta
     digest: Digest
     step: int
-    submitted_s: float
+    submitted_s: float = field(default_factory=time.monotonic)
+    is_answer: bool = False
 
 
-class Publisher:
+class Publisher(Ledger):
     """Owns a writer and the thread that calls it.
 
     The training thread hands deltas over and never waits. While one is being published, later ones coalesce into a
@@ -112,9 +102,9 @@ class Publisher:
         retry_min_s: float = 0.5,
         retry_max_s: float = 30.0,
     ):
+        super().__init__(writer.version.seq, writer.digest, step)
         self.writer = writer
         self.failure: Exception | None = None
-        self.records: list[Record] = []
         self._encoding = encoding
         self._mirror = mirror
         self._anchors = anchors
@@ -122,25 +112,15 @@ class Publisher:
         # held while the snapshot moves and until what changed has been handed over
         self.extracting = threading.Lock()
         self._retry_s = (retry_min_s, retry_max_s)
-        self._start_seq = writer.version.seq
-        self._digests = {self._start_seq: writer.digest}
-        # newest step whose weights equal a version's; the step of an empty delta needs no version of its own
-        self._contains = {self._start_seq: step}
-        self._since_s = {self._start_seq: time.monotonic()}
-        self._durable_seq = self._start_seq
-        self._pending: _Item | None = None
-        self._in_flight: _Item | None = None
-        self._reported_outage = self._reported_refusal = False
+        self.notices = Notices(writer.store.url)
+        self._pending: Item | None = None
+        self._in_flight: Item | None = None
+        # the newest weights that were to be published could not be looked at
+        self.left_out = False
         self._closing = False
         self._abandon = threading.Event()
-        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="delta-publisher", daemon=True)
         self._thread.start()
-
-    @property
-    def durable_seq(self) -> int:
-        """Sequence number of the newest durable version."""
-        return self._durable_seq
 
     @property
     def stopped(self) -> Exception | None:
@@ -158,21 +138,6 @@ class Publisher:
         with self._changed:
             return self._durable_seq + sum(item is not None for item in (self._in_flight, self._pending))
 
-    def digest_of(self, seq: int) -> Digest | None:
-        """Digest of a version of this session, `None` for others."""
-        with self._changed:
-            return self._digests.get(seq)
-
-    def step_of(self, seq: int) -> int | None:
-        """Newest optimizer step whose weights are those of version `seq`, `None` for versions of other sessions."""
-        with self._changed:
-            return self._contains.get(seq)
-
-    def durable_since_s(self, seq: int) -> float:
-        """Monotonic time at which a version became durable; that of the session's start for older ones."""
-        with self._changed:
-            return self._since_s.get(seq, self._since_s[self._start_seq])
-
     def heed(self, acks: list[Ack]) -> None:
         """Take note of what servers ask for in their acknowledgements, all that there are. From any thread."""
         maker, run = self._anchor_maker, self.writer.version.run
@@ -182,15 +147,8 @@ class Publisher:
                 self._changed.notify_all()
             return
         ack = next((ack for ack in acks if ack.needs_anchor is not None and ack.needs_anchor.run == run), None)
-        if ack is not None and not self._reported_refusal:
-            self._reported_refusal = True
-            logger.warning(
-                "delta sync: server %s cannot get past version %s and needs an anchor, which "
-                "delta_sync_anchor_factor=0 forbids; restore what it misses, or resume training with another one: %s",
-                ack.server,
-                ack.needs_anchor,
-                ack.reason,
-            )
+        if ack is not None:
+            self.notices.no_anchor(ack)
 
     @property
     def _anchor_maker(self) -> AnchorMaker | None:
@@ -215,20 +173,42 @@ class Publisher:
         with self._changed:
             if self._closing:
                 raise RuntimeError("Publisher.submit: the publisher is closed")
+            self.left_out = False
             if self._pending is not None:
                 pending = self._pending
                 pending.delta, pending.digest, pending.step = compose(pending.delta, delta), digest, step
             elif delta or self._in_flight is not None:
-                self._pending = _Item(delta, digest, step, time.monotonic())
+                self._pending = Item(delta, digest, step)
             else:
                 self._contains[self._durable_seq] = step
             self._changed.notify_all()
 
+    def skip(self, failure: Exception, *, step: int, stops: bool) -> None:
+        """The weights of a step whose turn it was could not be looked at; the next delta contains what they change.
+
+        Args:
+            failure (`Exception`): why.
+            step (`int`): optimizer step.
+            stops (`bool`): whether that ends publishing.
+        """
+        if stops:
+            self.stop(failure)
+        else:
+            self.left_out = True
+            self.notices.skipped(step, failure)
+
+    def stop(self, failure: Exception) -> None:
+        """End publishing by an error, which `failure` has then."""
+        with self._changed:
+            self.failure = failure
+            self._changed.notify_all()
+
     def wait(self, timeout_s: float) -> bool:
-        """Wait until everything handed over is durable; `False` when time runs out or publishing has stopped."""
+        """Wait until everything handed over is durable; `False` when time runs out, publishing has stopped, or the
+        newest weights could not be handed over."""
         with self._changed:
             self._changed.wait_for(lambda: self._drained() or self.stopped is not None, timeout_s)
-            return self._drained()
+            return self._drained() and not self.left_out
 
     def close(self, timeout_s: float) -> bool:
         """Wait as [`Publisher.wait`] does, then end the thread. Safe to call again."""
@@ -244,13 +224,23 @@ class Publisher:
         return self._pending is None and self._in_flight is None
 
     def _run(self) -> None:
-        while (item := self._take()) is not None:
-            published = self._publish(item)
-            if published is None:
-                return
-            self._record(item, published)
+        try:
+            while (item := self._take()) is not None:
+                published = self._publish(item)
+                if published is not None:
+                    self._record(item, published)
+                elif self._abandon.is_set():
+                    return
+                else:
+                    self._drop(item)
+        except Exception as error:
+            # kept for the training thread: an error that dies with this thread would look like a slow bucket
+            self._fail(error)
 
-    def _take(self) -> _Item | None:
+    def _fail(self, error: Exception) -> None:
+        self.stop(error)
+
+    def _take(self) -> Item | None:
         """The next item, now in flight; `None` once the publisher is closed."""
         with self._changed:
             while True:
@@ -259,7 +249,7 @@ class Publisher:
                 if item is None and not self._closing:
                     # a server needs an anchor, and training may be waiting for it: a version without a change
                     seq = self._durable_seq
-                    item = _Item({}, self._digests[seq], self._contains[seq], time.monotonic())
+                    item = Item({}, self._digests[seq], self._contains[seq], is_answer=True)
                 elif item is not None and not item.delta:
                     # changes that undid each other
                     self._contains[self._durable_seq] = item.step
@@ -268,37 +258,36 @@ class Publisher:
                 self._in_flight = item
                 return item
 
-    def _publish(self, item: _Item) -> Published | None:
-        """Try until the item is durable; `None` once that is hopeless or the publisher is closed."""
+    def _publish(self, item: Item) -> Published | None:
+        """Try until the item is durable; `None` once the publisher is closed, or if there is nothing to publish."""
         pause_s, longest_s = self._retry_s
         while True:
             try:
                 anchor = self._make_anchor(item)
-                published = self.writer.publish(
-                    item.delta,
-                    digest=item.digest,
-                    step=item.step,
-                    encoding=self._encoding,
-                    old_bits=None if self._mirror is None else self._mirror.__getitem__,
-                    anchor=anchor,
-                )
+                if item.is_answer and anchor is None:
+                    return None
+                return self._write(item, anchor)
             except StoreError as error:
-                self._report_outage(error)
+                self.notices.outage(self._durable_seq + 1, error)
                 limited_s = error.retry_after_s if isinstance(error, RateLimitedError) else 0.0
                 if self._abandon.wait(max(pause_s, limited_s)):
                     return None
                 pause_s = min(2 * pause_s, longest_s)
-            except Exception as error:
-                # kept for the training thread: an error that dies with this thread would look like a slow bucket
-                self._fail(error)
-                return None
-            else:
-                self._report_recovery(published)
-                return published
 
-    def _fail(self, error: Exception) -> None:
+    def _write(self, item: Item, anchor: AnchorPart | None) -> Published:
+        return self.writer.publish(
+            item.delta,
+            digest=item.digest,
+            step=item.step,
+            encoding=self._encoding,
+            old_bits=None if self._mirror is None else self._mirror.__getitem__,
+            anchor=anchor,
+        )
+
+    def _drop(self, item: Item) -> None:
+        """There is no version for this item."""
         with self._changed:
-            self.failure = error
+            self._in_flight = None
             self._changed.notify_all()
 
     def _advance_mirror(self, mirror: dict[str, np.ndarray], delta: Delta) -> None:
@@ -308,7 +297,7 @@ class Publisher:
     def _is_asked(self) -> bool:
         return self._anchors is not None and self._anchors.asked
 
-    def _make_anchor(self, item: _Item) -> AnchorPart | None:
+    def _make_anchor(self, item: Item) -> AnchorPart | None:
         if self._anchors is None or not self._anchors.due:
             return None
         return self._anchors.make(self._bits_in_flight, self.writer.next_seq, item.digest)
@@ -324,48 +313,13 @@ class Publisher:
                 bits.reshape(-1)[part.indices] = part.old
         return bits
 
-    def _record(self, item: _Item, published: Published) -> None:
-        seq = published.manifest.version.seq
+    def _record(self, item: Item, published: Published) -> None:
         if self._anchors is not None:
             self._anchors.published(published.manifest)
         if self._mirror is not None:
             self._advance_mirror(self._mirror, item.delta)
-        record = Record(
-            seq=seq,
-            step=item.step,
-            digest=published.manifest.digest,
-            delta_bytes=published.delta_bytes,
-            num_changed=published.manifest.changed_params,
-            publish_s=time.monotonic() - item.submitted_s,
-        )
+        self.notices.published(published.manifest.version)
         with self._changed:
-            self._durable_seq = seq
-            self._digests[seq] = published.manifest.digest
-            self._contains[seq] = item.step
-            self._since_s[seq] = time.monotonic()
-            self.records.append(record)
+            self._enter(published, step=item.step, submitted_s=item.submitted_s)
             self._in_flight = None
             self._changed.notify_all()
-
-    def _report_outage(self, error: StoreError) -> None:
-        if self._reported_outage:
-            logger.debug("delta sync: still no version %d: %s", self._durable_seq + 1, error)
-            return
-        self._reported_outage = True
-        logger.warning(
-            "delta sync: cannot publish version %d to %s: %s. Training goes on and no change is lost: later changes "
-            "are gathered and publishing is tried again. Make the bucket reachable again; if it is gone for good, "
-            "start a new run with an empty bucket.",
-            self._durable_seq + 1,
-            self.writer.store.url,
-            error,
-        )
-
-    def _report_recovery(self, published: Published) -> None:
-        if self._reported_outage:
-            self._reported_outage = False
-            logger.warning(
-                "delta sync: %s can be written again; version %s is published",
-                self.writer.store.url,
-                published.manifest.version,
-            )

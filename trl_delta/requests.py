@@ -28,6 +28,7 @@ class AnchorRequests:
         self._least_pause_s = least_pause_s
         self._clock = clock
         self._not_before_s = clock()
+        self._failures = 0
         # the newest version that somebody cannot reach, and who
         self._open: tuple[int, Ack] | None = None
 
@@ -52,8 +53,12 @@ class AnchorRequests:
 
     def answered(self, took_s: float) -> None:
         """An anchor that was asked for is there, and how long its upload took."""
+        self._failures = 0
         self._not_before_s = self._clock() + max(self._least_pause_s, _REST_FACTOR * took_s)
 
     def failed(self) -> None:
-        """It could not be made."""
-        self._not_before_s = self._clock() + self._least_pause_s / 10
+        """It could not be made; tried again after a minute, and after ever longer up to ten."""
+        pause_s = self._least_pause_s / 10 * 2**self._failures
+        self._not_before_s = self._clock() + min(pause_s, self._least_pause_s)
+        # a number of any size would be no float any more
+        self._failures = min(self._failures + 1, 10)

@@ -3,6 +3,7 @@
 
 A version that was begun ends the same way everywhere: committed by the first process when all parts are in the bucket,
 or by an error that all learn of. A process that is slow delays it; one that has died keeps it from being published.
+One that could not look at its weights does so, too, and then all keep what they have found for the next version.
 """
 
 from __future__ import annotations
@@ -33,6 +34,25 @@ class Abandoned(Exception):
     """Publishing was closed while it waited for other processes."""
 
 
+class Skipped(Exception):
+    """A version does not come about, because a process has no part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A run whose newest version has the training model's weights.
+
+    Args:
+        head ([`~delta_wire.manifest.Manifest`]): that version.
+        next_seq (`int`): number of the next; those of a trainer that died may lie in between.
+        writer ([`~delta_wire.bucket.BucketWriter`], *optional*): on the first process.
+    """
+
+    head: Manifest
+    next_seq: int
+    writer: BucketWriter | None
+
+
 @dataclass
 class _Round:
     """A version that is being published; kept from try to try."""
@@ -40,8 +60,8 @@ class _Round:
     delta: Delta
     parts: list[Part] | None = None
     reported: bool = False
-    # on the first process: all parts, and the digest of all that the processes own
-    gathered: tuple[list[Part], Digest] | None = None
+    # on the first process: all parts, the digest of all that the processes own, and why a process has no part
+    gathered: tuple[list[Part], Digest, str | None] | None = None
 
 
 class PartWriter:
@@ -51,9 +71,7 @@ class PartWriter:
         ranks ([`~trl_delta.ranks.Ranks`]): for use by the publisher's thread.
         store ([`~delta_wire.stores.Store`]): the bucket.
         table ([`~delta_wire.state.TensorTable`]): the whole model.
-        head ([`~delta_wire.manifest.Manifest`]): newest version.
-        next_seq (`int`): number of the next; those of a trainer that died may lie in between.
-        writer ([`~delta_wire.bucket.BucketWriter`], *optional*): on the first process.
+        opened ([`Opened`]): the run.
         shards (`dict`): in whose rows the changes of a tensor are coded, by checkpoint name.
         anchors ([`~trl_delta.replica.ReplayedAnchors`], *optional*): on the first process.
     """
@@ -63,9 +81,7 @@ class PartWriter:
         ranks: Ranks,
         store: Store,
         table: TensorTable,
-        head: Manifest,
-        next_seq: int,
-        writer: BucketWriter | None,
+        opened: Opened,
         shards: dict[str, Shard],
         anchors: ReplayedAnchors | None = None,
     ):
@@ -73,9 +89,9 @@ class PartWriter:
         self.cancelled: Callable[[], bool] = lambda: False
         self._ranks = ranks
         self._table = table
-        self._head = head
-        self._next_seq = next_seq
-        self._writer = writer
+        self._head = opened.head
+        self._next_seq = opened.next_seq
+        self._writer = opened.writer
         self._shards = shards
         self.anchors = anchors
         self._number = 0
@@ -102,6 +118,8 @@ class PartWriter:
         encoding: str,
         old_bits: OldBits | None,
         anchor: AnchorPart | None = None,
+        failure: Exception | None = None,
+        stops: bool = False,
     ) -> Published:
         """Take part in the next version.
 
@@ -114,6 +132,8 @@ class PartWriter:
             old_bits (`Callable`, *optional*): bits of the tensors' rows that this process owns, before the change.
             anchor ([`~delta_wire.manifest.AnchorPart`], *optional*): refused; no process has the whole weights. Those
                 of [`~trl_delta.replica.ReplayedAnchors`] need none.
+            failure (`Exception`, *optional*): this process has no part, and this is why: [`Skipped`] on all.
+            stops (`bool`, *optional*, defaults to `False`): that ends publishing, on all.
 
         Returns:
             [`~delta_wire.bucket.Published`]: the same on every process; of the version before if nothing changed.
@@ -129,14 +149,22 @@ class PartWriter:
             self._number += 1
         current = self._round
         try:
+            if failure is not None and stops:
+                raise failure
             if current.parts is None:
-                current.parts = self._upload(delta, encoding, old_bits)
+                current.parts = [] if failure is not None else self._upload(delta, encoding, old_bits)
             if not current.reported:
-                told = {"parts": [_to_json(part) for part in current.parts], "digest": str(digest)}
+                told: dict[str, Any] = {"parts": [_to_json(part) for part in current.parts], "digest": str(digest)}
+                if failure is not None:
+                    # what another process is to blame for is told by that one
+                    told["failure"] = "" if isinstance(failure, RankError) else f"rank {self._ranks.rank}: {failure}"
                 self._ranks.put(self._key(self._ranks.rank), told)
                 current.reported = True
             outcome = self._lead(current, step) if self._ranks.is_first else self._follow()
         except (StoreError, Abandoned):
+            raise
+        except Skipped:
+            self._round = None
             raise
         except Exception as error:
             self._tell(str(error) if isinstance(error, RankError) else f"rank {self._ranks.rank}: {error}")
@@ -169,7 +197,11 @@ class PartWriter:
         assert self._writer is not None
         if current.gathered is None:
             current.gathered = self._gather()
-        parts, expected = current.gathered
+        parts, expected, skipped = current.gathered
+        if skipped is not None:
+            skipped = skipped or "another process did not take part"
+            self._end({"skipped": skipped})
+            raise Skipped(skipped)
         found = sum((part.change for part in parts), self.digest)
         if found != expected:
             raise DigestMismatchError(
@@ -179,14 +211,18 @@ class PartWriter:
         published = self._writer.commit(parts, step=step, make_anchor=self._make_anchor) if parts else None
         if published is not None and self.anchors is not None:
             self.anchors.published(published.manifest)
+        manifest = published and published.manifest
+        self._end({"manifest": manifest and manifest.to_bytes().decode()})
+        return manifest
+
+    def _end(self, how: dict[str, Any]) -> None:
+        """Tell all how the round has ended, and forget what was said before."""
         self._ranks.remove(self._key("anchor"))
         for rank in range(self._ranks.count):
             self._ranks.remove(self._key(rank))
         # whoever has delivered its part has read how the round before ended
         self._ranks.remove(f"round/{self._number - 1}/end")
-        manifest = published and published.manifest
-        self._ranks.put(self._key("end"), {"manifest": manifest and manifest.to_bytes().decode()})
-        return manifest
+        self._ranks.put(self._key("end"), how)
 
     def _make_anchor(self, manifest: Manifest) -> AnchorPart | None:
         if self.anchors is None or not self.anchors.ready:
@@ -194,21 +230,26 @@ class PartWriter:
         self._ranks.put(self._key("anchor"), True)
         return self.anchors.make_for(manifest)
 
-    def _gather(self) -> tuple[list[Part], Digest]:
+    def _gather(self) -> tuple[list[Part], Digest, str | None]:
         parts: list[Part] = []
         digest = Digest()
+        skipped: str | None = None
         for rank in range(self._ranks.count):
             told = self._wait_for(rank, f"its part of version {self.next_seq}")
             if "error" in told:
                 raise RankError(told["error"])
             parts += [_from_json(entry) for entry in told["parts"]]
             digest = digest + Digest.parse(told["digest"])
-        return parts, digest
+            if "failure" in told:
+                skipped = skipped or told["failure"]
+        return parts, digest, skipped
 
     def _follow(self) -> Manifest | None:
         told = self._wait_for("end", f"the manifest of version {self.next_seq}")
         if "error" in told:
             raise RankError(told["error"])
+        if "skipped" in told:
+            raise Skipped(told["skipped"])
         if told["manifest"] is None:
             return None
         raw = told["manifest"].encode()
@@ -231,6 +272,12 @@ class PartWriter:
         if told is None:
             raise Abandoned(f"rank {rank} has not delivered {what}")
         return told
+
+    def leave(self, failure: Exception) -> None:
+        """Publishing has ended here by an error; what waits for this process in the next round learns of it."""
+        if self._round is None:
+            self._number += 1
+            self._tell(f"rank {self._ranks.rank}: {failure}")
 
     def _tell(self, reason: str) -> None:
         key = self._key("end" if self._ranks.is_first else self._ranks.rank)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from delta_wire.errors import BaseMismatchError, SetupError
 from delta_wire.state import TensorTable, num_changed
+from delta_wire.stores import Store
 from trl_delta.acks import AckWatcher
 from trl_delta.config import DeltaSyncConfig
 from trl_delta.content import Content
@@ -22,6 +23,7 @@ from trl_delta.pace import Pace
 from trl_delta.publisher import Publisher
 from trl_delta.ranks import Ranks
 from trl_delta.resume import Resumed
+from trl_delta.rounds import Opened
 from trl_delta.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -120,11 +122,19 @@ class DeltaSyncSession:
                 content.digest,
                 resumed.digest,
             )
-        self._upkeep = Upkeep(self.bucket, self.config)
+        made: list[Upkeep] = []
+        ranks.all_do(lambda: made.append(Upkeep(self.bucket, self.config, signs=ranks.is_first)))
+        (self._upkeep,) = made
         opened = open_run(store, content, ranks, self._upkeep, step=step, resumed=resumed)
+        ranks.all_do(lambda: self._begin(store, content, opened, step))
         self._content = content
+        if ranks.is_first:
+            logger.info("delta sync: version %s is in %s", opened.head.version, store.url)
+
+    def _begin(self, store: Store, content: Content, opened: Opened, step: int) -> None:
+        """Start what runs beside the training."""
         self._last_step = self._extracted_step = step
-        writer = opened.writer
+        ranks, writer = self._ranks, opened.writer
         anchors = replayed = None
         if writer is not None:
             if ranks.count > 1:
@@ -136,10 +146,8 @@ class DeltaSyncSession:
             ranks,
             store,
             content.table,
-            opened.head,
-            opened.next_seq,
-            writer,
-            content.own(),
+            opened,
+            content.pieces(),
             content.detector,
             step=step,
             encoding=self.config.delta_sync_encoding,
@@ -157,11 +165,9 @@ class DeltaSyncSession:
             watch=None if writer is None else partial(store.watch, "acks/"),
         )
         self.pace = Pace(self.bucket, self.config, self.publisher, self.watcher)
-        if ranks.is_first:
-            logger.info("delta sync: version %s is in %s", opened.head.version, store.url)
 
     def live(self) -> list[LiveTensor]:
-        """The model's tensors as they are now, under their checkpoint names."""
+        """The model's tensors as they are now, under their checkpoint names. Called by all processes."""
         return self.content.live()
 
     def step(self, step: int) -> None:
@@ -170,11 +176,20 @@ class DeltaSyncSession:
         Waits for servers only where `delta_sync_max_lag_versions` says so.
         """
         self._last_step = step
-        if self.publisher.take_turn(step, due=step % self.config.delta_sync_steps == 0):
-            self._extract()
-            # the other processes wait for the first one in the collectives of the next step
-            if self.config.delta_sync_max_lag_versions is not None and self._ranks.is_first:
+        due = step % self.config.delta_sync_steps == 0
+        turn = self.publisher.take_turn(step, due)
+        if not due:
+            return
+        self._extract(turn)
+        # the other processes wait for the first one in the collectives of the next step
+        if turn and self.config.delta_sync_max_lag_versions is not None and self._ranks.is_first:
+            try:
                 self.pace.wait(self.config.delta_sync_max_lag_versions)
+            except SetupError as error:
+                if self._ranks.count == 1:
+                    raise
+                # all processes end together, or the others would wait for this one
+                self.publisher.stop(error)
 
     def require_served(self) -> None:
         """Wait until servers serve the newest version (`delta_sync_start_timeout_s`); [`SetupError`] if none does."""
@@ -195,7 +210,8 @@ class DeltaSyncSession:
                 return False
             self._extract()
         max_lag = self.config.delta_sync_max_lag_versions or 0
-        return self._ranks.first_does(lambda: self.pace.wait(max_lag), timeout_s)
+        # what could not be looked at is nowhere
+        return self._ranks.first_does(lambda: self.pace.wait(max_lag) and not self.publisher.left_out, timeout_s)
 
     def finish(self) -> bool:
         """Publish the last weights, wait until they are durable (bounded), and end the threads.
@@ -206,8 +222,7 @@ class DeltaSyncSession:
         if not self.started or self._closed:
             return False
         try:
-            if self.publisher.take_last_turn(self.config.delta_sync_close_timeout_s):
-                self._extract()
+            self._extract(self.publisher.take_last_turn(self.config.delta_sync_close_timeout_s))
             published = self.publisher.wait(self.config.delta_sync_close_timeout_s)
             if self.publisher.failure is not None:
                 self._report_failure(self.publisher.failure)
@@ -215,15 +230,21 @@ class DeltaSyncSession:
         finally:
             self.close()
         if not published and self.publisher.failure is None:
-            logger.warning(
-                "delta sync: training has ended, but %s could not be written for %.0f s; its newest version is %d, "
-                "the weights of step %d are not in it. Save the model itself.",
-                self.bucket,
-                self.config.delta_sync_close_timeout_s,
-                self.publisher.durable_seq,
-                self._last_step,
-            )
+            self._report_unpublished()
         return published and is_base_right
+
+    def _report_unpublished(self) -> None:
+        timeout_s = self.config.delta_sync_close_timeout_s
+        logger.warning(
+            "delta sync: training has ended, but %s; the newest version of %s is %d, the weights of step %d are not "
+            "in it. Save the model itself.",
+            "its last weights could not be looked at"
+            if self.publisher.left_out
+            else f"the bucket could not be written for {timeout_s:.0f} s",
+            self.bucket,
+            self.publisher.durable_seq,
+            self._last_step,
+        )
 
     def _require_base_unmoved(self) -> bool:
         try:
@@ -269,15 +290,36 @@ class DeltaSyncSession:
             metrics["delta/lag_versions"] = max(0, self.publisher.durable_seq - served)
         return metrics
 
-    def _extract(self) -> None:
-        self._extracted_step = self._last_step
+    def _extract(self, turn: bool = True) -> None:
+        """Look at the weights and hand over what has changed.
+
+        Args:
+            turn (`bool`, *optional*, defaults to `True`): whether it is the turn of these weights. Where looking takes
+                all processes each calls this at every step that is due, whatever it knows of turns.
+        """
         failure = self.publisher.failure
         if failure is not None:
+            turn = False
+        if turn:
+            self._extracted_step = self._last_step
+        try:
+            began_s = time.monotonic()
+            own = self.content.own(turn)
+            if own is not None:
+                self._hand_over(own, began_s)
+        except Exception as error:
+            if not turn:
+                raise
+            # of one process: it must not hold up the others, and the next version has it all
+            stops = self.config.delta_sync_on_failure == "stop"
+            self.publisher.skip(error, step=self._last_step, stops=stops)
+            failure = self.publisher.failure
+        if failure is not None:
             self._report_failure(failure)
-            return
-        began_s = time.monotonic()
+
+    def _hand_over(self, own: list[LiveTensor], began_s: float) -> None:
         with self.publisher.extracting:
-            delta = self.detector.extract(self.content.own())
+            delta = self.detector.extract(own)
             self._extract_s = time.monotonic() - began_s
             self._changed_frac = num_changed(delta) / max(1, self.content.num_owned)
             self.publisher.submit(delta, digest=self.detector.digest, step=self._last_step)

@@ -11,25 +11,39 @@ before.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from delta_wire.bucket import Published
 from delta_wire.digest import Digest
-from delta_wire.state import Delta
+from delta_wire.manifest import AnchorPart
+from delta_wire.state import Delta, compose
 from trl_delta.anchors import AnchorMaker
-from trl_delta.publisher import Publisher, _Item
+from trl_delta.publisher import Item, Publisher
 from trl_delta.ranks import RankError, Ranks
-from trl_delta.rounds import Abandoned, PartWriter
+from trl_delta.rounds import Abandoned, PartWriter, Skipped
 
 logger = logging.getLogger(__name__)
 # versions begun and not finished: one being uploaded, one extracted and waiting
 _MAX_BEGUN = 2
 _TURN_TIMEOUT_S = 600.0
 _KEPT_TURNS = 1000
+
+
+@dataclass
+class _Begun(Item):
+    """A version that all processes have begun.
+
+    Args:
+        failure (`Exception`, *optional*): why this process has no part of it.
+        stops (`bool`): whether that ends publishing.
+    """
+
+    failure: Exception | None = None
+    stops: bool = False
 
 
 class ShardedPublisher(Publisher):
@@ -67,7 +81,9 @@ class ShardedPublisher(Publisher):
         self._left = False
         # what the first process has promised for the next call, known to itself without asking
         self._promise: dict[str, Any] = {"publish": True}
-        self._begun: deque[_Item] = deque()
+        self._begun: deque[_Begun] = deque()
+        # what was found for a version that did not come about, until the next one takes it along
+        self._carried: Delta = {}
         # an error of the thread, until all processes act on it after the same step
         self._error: Exception | None = None
         self._parts = writer
@@ -92,7 +108,7 @@ class ShardedPublisher(Publisher):
                 self._promise_next(publishes=due and told.get("publish", False))
         except RankError as error:
             self.failure = error
-            return True
+            return False
         return self._act_on(told, due)
 
     def take_last_turn(self, timeout_s: float) -> bool:
@@ -107,7 +123,7 @@ class ShardedPublisher(Publisher):
                 told = self._hear("turn/last", timeout_s)
         except RankError as error:
             self.failure = error
-            return True
+            return False
         return self._act_on(told, True)
 
     @property
@@ -135,16 +151,29 @@ class ShardedPublisher(Publisher):
         with self._changed:
             if self._closing:
                 raise RuntimeError("ShardedPublisher.submit: the publisher is closed")
-            self._begun.append(_Item(delta, digest, step, time.monotonic()))
+            self.left_out = False
+            self._begin(_Begun(delta, digest, step))
+
+    def skip(self, failure: Exception, *, step: int, stops: bool) -> None:
+        """The weights of a step whose turn it was could not be looked at here, so that no process publishes them.
+
+        Takes the place of [`ShardedPublisher.submit`]: the others learn of it where they wait for this process' part.
+        """
+        with self._changed:
+            self._begin(_Begun({}, Digest(), step, failure=failure, stops=stops))
+
+    def stop(self, failure: Exception) -> None:
+        with self._changed:
+            self._error = failure
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the last version is durable; `False` when time runs out or publishing has stopped."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._drained() or self.stopped is not None, timeout_s)
-            self.failure = self.stopped
-            # with nothing under way either, if it has stopped before this process had begun the last one
-            return self._drained() and self.failure is None
+        """Wait until the last version is durable; `False` when time runs out, publishing has stopped, or a process
+        could not look at its weights."""
+        durable = super().wait(timeout_s)
+        self.failure = self.stopped
+        # with nothing under way either, if it has stopped before this process had begun the last one
+        return durable and self.failure is None
 
     def close(self, timeout_s: float) -> bool:
         durable = super().close(timeout_s)
@@ -183,21 +212,16 @@ class ShardedPublisher(Publisher):
     def _act_on(self, told: dict[str, Any], due: bool) -> bool:
         if "stop" in told:
             self.failure = self._error or RankError(told["stop"])
-            return True
+            return False
         return due and told["publish"]
 
-    def _take(self) -> _Item | None:
+    def _take(self) -> Item | None:
         with self._changed:
             self._changed.wait_for(lambda: self._begun or self._closing)
             self._in_flight = self._begun.popleft() if self._begun else None
             return self._in_flight
 
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-
-    def _record(self, item: _Item, published: Published) -> None:
+    def _record(self, item: Item, published: Published) -> None:
         if published.manifest.version.seq > self.durable_seq:
             super()._record(item, published)
             return
@@ -207,12 +231,45 @@ class ShardedPublisher(Publisher):
             self._in_flight = None
             self._changed.notify_all()
 
-    def _publish(self, item: _Item) -> Published | None:
+    def _publish(self, item: Item) -> Published | None:
         try:
             return super()._publish(item)
         except Abandoned as reason:
             logger.debug("delta sync: closed before the end of a version: %s", reason)
-            return None
+        except Skipped as reason:
+            if self._ranks.is_first:
+                self.notices.skipped(item.step, reason)
+        return None
+
+    def _write(self, item: Item, anchor: AnchorPart | None) -> Published:
+        assert isinstance(item, _Begun) and anchor is None
+        return self._parts.publish(
+            item.delta,
+            digest=item.digest,
+            step=item.step,
+            encoding=self._encoding,
+            old_bits=None if self._mirror is None else self._mirror.__getitem__,
+            failure=item.failure,
+            stops=item.stops,
+        )
+
+    def _fail(self, error: Exception) -> None:
+        self.stop(error)
+        # outside of a round nobody would hear of it
+        self._parts.leave(error)
+
+    def _drop(self, item: Item) -> None:
+        with self._changed:
+            if self._begun:
+                self._begun[0].delta = compose(item.delta, self._begun[0].delta)
+            else:
+                self._carried, self.left_out = item.delta, True
+        super()._drop(item)
+
+    def _begin(self, item: _Begun) -> None:
+        item.delta, self._carried = compose(self._carried, item.delta), {}
+        self._begun.append(item)
+        self._changed.notify_all()
 
     def _advance_mirror(self, mirror: dict[str, np.ndarray], delta: Delta) -> None:
         for name, part in delta.items():

@@ -16,7 +16,7 @@ from delta_wire.errors import SetupError
 from delta_wire.shards import WHOLE, Shard
 from delta_wire.state import TensorSpec, TensorTable
 from trl_delta.conversions import Part
-from trl_delta.dtensors import is_sharded
+from trl_delta.dtensors import is_sharded, sharded_dim
 from trl_delta.names import LiveTensor
 
 if TYPE_CHECKING:
@@ -28,21 +28,16 @@ def own_tensors(live: Iterable[LiveTensor], rank: int, count: int) -> list[LiveT
     """Parts of a model that this process owns; every element has exactly one owner.
 
     Args:
-        live (list of [`LiveTensor`]): the whole model, the same on every rank.
+        live (list of [`LiveTensor`]): the whole model, the same on every rank; the factors of adapters in it whole.
         rank, count (`int`): this process, and how many there are.
 
     Returns:
         Pieces, views of the local memory, with `start` in the checkpoint's tensor. A `DTensor` gives the rows of its
         local shard. A parameter that every process holds is cut into as many shares as there are processes; a
         buffer, which processes need not agree on, belongs to the first.
-
-    The factors of adapters to be merged, which are small, are gathered if they are sharded; all ranks call this alike.
     """
     pieces = []
     for number, entry in enumerate(live):
-        if entry.merge is not None:
-            # also where no row of the weight is: every process takes part
-            entry = replace(entry, merge=entry.merge.gathered())
         piece = _own_piece(entry, number, rank, count)
         if piece is not None:
             pieces.append(piece)
@@ -145,24 +140,16 @@ def _without_other_rows(piece: LiveTensor) -> LiveTensor:
 
 def _own_shard(entry: LiveTensor, tensor: DTensor, number: int) -> Shard | None:
     """The shard of a `DTensor` that this process owns, `None` if another replica does."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import Shard as Placement
-
     mesh = tensor.device_mesh
     at = mesh.get_coordinate()
     if at is None:
         return None
-    shard = WHOLE
+    cut = sharded_dim(tensor, f"parameter {entry.name}")
     replica, num_replicas = 0, 1
-    for dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
+    for dim in range(mesh.ndim):
+        if dim != cut:
             replica, num_replicas = replica * mesh.size(dim) + at[dim], num_replicas * mesh.size(dim)
-        elif type(placement) is Placement and placement.dim == 0 and shard.count == 1:
-            shard = Shard(at[dim], mesh.size(dim))
-        elif mesh.size(dim) > 1:
-            raise SetupError(
-                f"parameter {entry.name} is placed {tensor.placements} on {tuple(mesh.shape)} processes; delta sync "
-                "knows shards of the first dimension, cut once, and replicas of them. Train with FSDP2 alone."
-            )
     # replicas hold the same; they take turns, so that each has its share of the work
-    return shard if number % num_replicas == replica else None
+    if number % num_replicas != replica:
+        return None
+    return WHOLE if cut is None else Shard(at[cut], mesh.size(cut))

@@ -24,15 +24,17 @@ class Upkeep:
     Args:
         bucket (`str`): address of the bucket.
         config ([`DeltaSyncConfig`]): settings.
+        signs (`bool`, *optional*, defaults to `True`): whether this process writes manifests; no other needs the key.
     """
 
-    def __init__(self, bucket: str, config: DeltaSyncConfig):
+    def __init__(self, bucket: str, config: DeltaSyncConfig, *, signs: bool = True):
         self._bucket = bucket
         self._config = config
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._keeper: Keeper | None = None
         self._replayed: ReplayedAnchors | None = None
-        self.signer = None if config.delta_sync_signing_key is None else Signer(config.delta_sync_signing_key)
+        key = config.delta_sync_signing_key
+        self.signer = Signer(key) if signs and key is not None else None
 
     def save_files(self, write: Callable[[Path], None]) -> Path:
         """Configuration and tokenizer as they are at the first call, for the checkpoints that are uploaded.

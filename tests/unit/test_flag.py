@@ -369,7 +369,7 @@ class Outage(TrainerCallback):
             assert session.publisher.wait(60)
             bucket.rename(bucket.with_name("away"))
         elif self.begin < state.global_step < self.end:
-            wait_for(lambda: session.publisher._reported_outage)
+            wait_for(lambda: session.publisher.notices.is_outage)
             pending = session.publisher._pending
             if pending is not None:
                 self.most_bytes = max(self.most_bytes, sum(part.indices.nbytes for part in pending.delta.values()))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers that ask for an anchor get one, and nobody who can write acks gets more than is bounded."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,12 +71,22 @@ def test_whoever_asks_without_end_gets_an_anchor_in_ten_minutes_and_a_tenth_of_t
     assert pauses[100:].min() == 3600.0
 
 
-def test_a_failed_answer_is_tried_again_after_a_minute():
+def test_a_failed_answer_is_tried_again_after_a_minute_and_then_ever_more_slowly():
     clock = Clock()
     requests = AnchorRequests(clock=clock)
     requests.heed([asking(1)], "run", 1)
+    pauses = []
+    for _ in range(2000):
+        began_s = clock.now_s
+        requests.failed()
+        while not requests.due_after(0):
+            clock.now_s += 10.0
+        pauses.append(clock.now_s - began_s)
+    assert pauses[:6] == [60.0, 120.0, 240.0, 480.0, 600.0, 600.0] and pauses[-1] == 600.0
+    # the next one to be asked for begins anew
+    requests.answered(took_s=1.0)
+    clock.now_s += 600.0
     requests.failed()
-    assert not requests.due_after(0)
     clock.now_s += 60.0
     assert requests.due_after(0)
 
@@ -110,6 +121,12 @@ class Trainer:
 
     def ask(self, seq: int) -> None:
         self.publisher.heed([asking(seq, run=self.run.writer.version.run)])
+
+    def await_log(self, caplog: pytest.LogCaptureFixture, said: str) -> None:
+        until_s = time.monotonic() + 60
+        while said not in caplog.text:
+            assert time.monotonic() < until_s
+            time.sleep(0.005)
 
     def await_version(self, seq: int) -> Manifest:
         with self.publisher._changed:
@@ -156,7 +173,9 @@ def test_a_request_is_answered_though_nothing_is_trained(make_trainer, caplog: p
     assert all(check.ok for check in verify(trainer.run.reader()))
 
 
-def test_an_anchor_that_cannot_be_uploaded_is_no_failure(make_trainer, caplog: pytest.LogCaptureFixture):
+def test_an_anchor_that_cannot_be_uploaded_is_no_failure_and_no_version(
+    make_trainer, caplog: pytest.LogCaptureFixture
+):
     trainer = make_trainer()
     trainer.train(1)
     assert trainer.publisher.wait(60)
@@ -167,15 +186,36 @@ def test_an_anchor_that_cannot_be_uploaded_is_no_failure(make_trainer, caplog: p
 
     trainer.run.store.fault = fault
     trainer.ask(1)
-    assert trainer.await_version(2).anchor is None
-    assert "no anchor for version 2 this time: the bucket is full" in caplog.text
+    trainer.await_log(caplog, "no anchor for version 2 this time: the bucket is full")
+    assert trainer.publisher.wait(60) and trainer.await_version(1).anchor is None
     trainer.run.store.fault = None
     trainer.ask(1)
     trainer.train(2)
-    assert trainer.await_version(3).anchor is None
+    assert trainer.await_version(2).anchor is None
     trainer.clock.now_s += 60.0
     trainer.ask(1)
-    assert trainer.await_version(4).anchor is not None
+    assert trainer.await_version(3).anchor is not None
+
+
+def test_an_anchor_is_uploaded_once_however_often_its_version_is_tried(make_trainer):
+    trainer = make_trainer()
+    trainer.train(1)
+    assert trainer.publisher.wait(60)
+    puts: list[str] = []
+    failures = iter(range(3))
+
+    def fault(key: str) -> None:
+        puts.append(key)
+        if key.startswith(("versions/", "deltas/")) and next(failures, None) is not None:
+            raise StoreUnavailableError("the bucket is full")
+
+    trainer.run.store.fault = fault
+    trainer.ask(1)
+    assert trainer.await_version(2).anchor is not None
+    uploaded = [key for key in puts if key.startswith("anchors/")]
+    assert len(uploaded) == len(set(uploaded)) and any(key.endswith("model.safetensors") for key in uploaded)
+    assert next(failures, None) is None
+    assert all(check.ok for check in verify(trainer.run.reader()))
 
 
 def test_without_anchors_it_is_said_that_nobody_gets_one(make_trainer, caplog: pytest.LogCaptureFixture):

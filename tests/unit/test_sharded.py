@@ -21,7 +21,7 @@ from delta_wire.state import Delta, TensorDelta
 from trl_delta.config import DeltaSyncConfig
 from trl_delta.pace import Pace
 from trl_delta.ranks import RankError, Ranks
-from trl_delta.rounds import PartWriter
+from trl_delta.rounds import Opened, PartWriter
 from trl_delta.sharded import ShardedPublisher
 
 WAIT_S = 30.0
@@ -45,9 +45,7 @@ class Rank:
             ranks.clone(),
             self.store,
             run.table,
-            run.writer.head,
-            run.writer.next_seq,
-            run.writer if rank == 0 else None,
+            Opened(run.writer.head, run.writer.next_seq, run.writer if rank == 0 else None),
             dict.fromkeys(run.table, self.shard),
         )
         self.publisher = ShardedPublisher(
