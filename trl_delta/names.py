@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from delta_wire.errors import ModelMismatchError, SetupError
 from delta_wire.shards import Shard
 from delta_wire.state import TensorSpec, TensorTable
-from trl_delta.adapters import AdapterMap, Merge
+from trl_delta.adapters import AdapterMap
 from trl_delta.conversions import Part, in_tower, saved_parts, tower_names
+from trl_delta.merging import Merge
 from trl_delta.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class LiveTensor:
         names (`tuple[str, ...]`): its checkpoint names; more than one where the checkpoint stores a tied tensor twice.
         source (`torch.Tensor`): the parameter or persistent buffer that holds it.
         part ([`~trl_delta.conversions.Part`], *optional*): where in the source it lies, if it is not all of it.
-        merge ([`~trl_delta.adapters.Merge`], *optional*): adapters that belong into it and are not in the source.
+        merge ([`~trl_delta.merging.Merge`], *optional*): adapters that belong into it and are not in the source.
         start (`int`, *optional*, defaults to `0`): flat checkpoint index of its first element, where this is only what
             one of several processes owns.
         shard ([`~delta_wire.shards.Shard`], *optional*): rows that this process owns.

@@ -22,10 +22,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("count", "kind"), [(2, "ddp"), (2, "fsdp2"), pytest.param(4, "fsdp2", marks=pytest.mark.matrix)]
+    ("count", "kind", "dora"),
+    [
+        (2, "ddp", False),
+        (2, "fsdp2", False),
+        pytest.param(2, "ddp", True, marks=pytest.mark.matrix),
+        pytest.param(2, "fsdp2", True, marks=pytest.mark.matrix),
+        pytest.param(4, "fsdp2", False, marks=pytest.mark.matrix),
+    ],
 )
-def test_what_all_publish_is_what_one_process_would(base: Path, tmp_path: Path, count: int, kind: str):
-    results = run_ranks(count, train_adapter, str(base), str(tmp_path), kind, STEPS)
+def test_what_all_publish_is_what_one_process_would(base: Path, tmp_path: Path, count: int, kind: str, dora: bool):
+    results = run_ranks(count, train_adapter, str(base), str(tmp_path), kind, STEPS, dora)
     for result in results:
         assert all(result["finished"]) and not result["moved"]
         assert (result["sharded"] > 0) == (kind == "fsdp2")

@@ -19,21 +19,27 @@ from trl_delta.resume import Resumed
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens"]
 
 
-def adapt(base: str) -> torch.nn.Module:
+def adapt(base: str, dora: bool = False) -> torch.nn.Module:
     """The same on every process, with adapters that change what the model says; scaled by what is no power of two."""
     torch.manual_seed(1)
-    model = get_peft_model(load(Path(base)), LoraConfig(r=3, lora_alpha=7, target_modules=TARGETS))
+    # the embedding's lengths are sums over rows, which no process has all
+    targets = TARGETS[:-1] if dora else TARGETS
+    model = get_peft_model(load(Path(base)), LoraConfig(r=3, lora_alpha=7, target_modules=targets, use_dora=dora))
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name or "lora_embedding_A" in name:
                 param.normal_(std=0.02)
+            elif "lora_magnitude" in name:
+                param.mul_(1 + 0.1 * torch.rand_like(param))
     return model
 
 
-def train_adapter(rank: int, count: int, base: str, folder: str, kind: str, steps: int) -> dict[str, Any]:
+def train_adapter(
+    rank: int, count: int, base: str, folder: str, kind: str, steps: int, dora: bool = False
+) -> dict[str, Any]:
     """Train an adapter and publish it both ways; beside it, on the first rank, one process publishes the gathered
     adapter after each step."""
-    model = adapt(base)
+    model = adapt(base, dora)
     single = copy.deepcopy(model)
     model = wrap(model, kind, count)
     frozen = {name: _local(param).clone() for name, param in model.named_parameters() if not param.requires_grad}

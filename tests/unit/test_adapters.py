@@ -9,7 +9,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, VeraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 from wrapping import all_at_once
 
 from delta_wire.bucket import BucketReader
@@ -19,8 +26,8 @@ from delta_wire.replay import materialise
 from delta_wire.shards import Shard
 from delta_wire.stores import open_store
 from trl_delta import DeltaSyncCallback
-from trl_delta.adapters import Factors
 from trl_delta.detector import live_bits
+from trl_delta.merging import Factors
 from trl_delta.names import Naming, table_of
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -45,6 +52,8 @@ def randomise(model: nn.Module) -> None:
         for name, param in model.named_parameters():
             if "lora_B" in name or "lora_embedding_A" in name:
                 param.normal_(std=0.02)
+            elif "lora_magnitude_vector" in name:
+                param.mul_(1 + 0.1 * torch.randn_like(param))
 
 
 def published(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
@@ -80,22 +89,24 @@ def test_merged_weights_are_published_under_the_checkpoint_names(tiny_model, kin
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(515, 37), (50, 36), (1001, 3), (3, 5)])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_rows_have_the_bits_that_they_have_in_the_whole_weight(rows, columns, transposed):
+@pytest.mark.parametrize(("transposed", "dora"), [(False, False), (True, False), (False, True)])
+def test_rows_have_the_bits_that_they_have_in_the_whole_weight(rows, columns, transposed, dora):
     torch.manual_seed(0)
     weight = torch.randn(rows, columns)
     high, low = torch.randn(columns if transposed else rows, 5), torch.randn(5, rows if transposed else columns)
-    factors = Factors(high, low, 7 / 3, transposed)
+    factors = Factors(high, low, 7 / 3, transposed, torch.rand(rows) + 0.5 if dora else None)
     whole = weight.clone()
-    factors.add_to(whole, 0)
+    factors.add_to(whole, 0, weight)
     update = (high.double() @ low.double()) * 7 / 3
     expected = weight + (update.T if transposed else update)
+    if factors.lengths is not None:
+        expected *= (factors.lengths / expected.norm(dim=1)).unsqueeze(1)
     assert torch.allclose(whole.double(), expected, rtol=1e-5, atol=1e-5)
     for count in (2, 3, 7):
         for index in range(count):
             first, stop = Shard(index, count).rows(rows)
             part = weight[first:stop].clone()
-            factors.add_to(part, first)
+            factors.add_to(part, first, weight[first:stop])
             assert torch.equal(part.view(torch.int32), whole[first:stop].view(torch.int32)), (count, index)
 
 
@@ -121,6 +132,8 @@ def test_a_bf16_base_is_rounded_once(tiny_model):
     "settings",
     [
         {"use_rslora": True},
+        {"use_dora": True},
+        {"use_dora": True, "use_rslora": True, "target_modules": ["embed_tokens", "down_proj"]},
         {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 2}},
         {"target_modules": ["embed_tokens", "down_proj"]},
         {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]},
@@ -134,6 +147,36 @@ def test_kinds_of_lora(tiny_model, settings):
             if "modules_to_save" in name:
                 param.add_(0.25)
     assert_published(adapted, tiny_model("qwen3"), reference(tiny_model("qwen3"), adapted))
+
+
+@pytest.mark.parametrize("settings", [{"lora_bias": True}, {"use_dora": True}])
+def test_biases_of_adapters_and_weights_by_columns_as_peft_merges_them(settings):
+    """Layers of GPT-2 store the columns of others as rows, and have a bias."""
+
+    def make() -> PeftModel:
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=64, n_positions=8, n_embd=36, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+        )
+        targets = ["c_attn", "c_fc", "c_proj"]
+        adapted = adapt(GPT2LMHeadModel(config), target_modules=targets, fan_in_fan_out=True, **settings)
+        with torch.no_grad():
+            for name, param in adapted.named_parameters():
+                if name.endswith("bias"):
+                    param.normal_(std=0.1)
+        return adapted
+
+    adapted, twin = make(), make()
+    before = {name: value.clone() for name, value in adapted.state_dict().items()}
+    found = {entry.name: entry.tensor.clone() for entry in Naming(adapted).live(adapted)}
+    assert all(torch.equal(value, before[name]) for name, value in adapted.state_dict().items())
+    twin.load_state_dict(before)
+    merged = dict(twin.merge_and_unload().named_parameters())
+    assert set(found) == set(merged) and len(found) > 12
+    for name, value in merged.items():
+        assert torch.allclose(found[name], value, rtol=1e-6, atol=1e-7), name
+        if name.endswith("bias"):
+            assert torch.equal(found[name], value), name
 
 
 def test_of_several_adapters_the_active_ones_are_published(tiny_model):
@@ -190,7 +233,8 @@ def test_adapters_behind_wrappers(tiny_model):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (LoraConfig(target_modules=["q_proj"], use_dora=True), "DoraLinearVariant"),
+        (LoraConfig(target_modules=["q_proj"], lora_bias=True), "has a bias .lora_bias. and the layer below has none"),
+        (LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1]), "uses ALoraLinearVariant"),
         (VeraConfig(target_modules=["q_proj"]), "supported is LoRA"),
         (PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "changes prompts"),
         (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]), "TrainableTokensWrapper"),

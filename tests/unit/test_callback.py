@@ -24,7 +24,7 @@ from transformers import (
 from delta_wire.acks import Ack
 from delta_wire.bucket import BucketReader
 from delta_wire.errors import BaseMismatchError, ModelMismatchError, SetupError, WriterConflictError
-from delta_wire.replay import materialise
+from delta_wire.replay import materialise, verify
 from delta_wire.stores import open_store
 from trl_delta import DeltaSyncCallback, DeltaSyncConfig, DeltaSyncSession
 
@@ -212,8 +212,62 @@ def test_training_survives_the_loss_of_its_bucket_and_says_so_once(tiny_model, t
     assert len(said) == 2
     assert "cannot publish version 3" in said[0]
     assert "training has ended" in said[1]
-    assert "its newest version is 2" in said[1]
+    assert "could not be written for 2 s" in said[1] and "bucket is 2, the weights of step 5" in said[1]
     assert not bucket.exists()
+
+
+class BreakLooks(TrainerCallback):
+    """At some steps the weights cannot be looked at; waits for the version of every other step."""
+
+    def __init__(self, callback: DeltaSyncCallback, steps: tuple[int, ...]):
+        self.session = callback.session
+        self.steps = steps
+        self.seqs: list[int] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step:
+            durable = self.session.publisher.wait(60)
+            assert durable == (state.global_step not in self.steps)
+            self.seqs.append(self.session.publisher.durable_seq)
+        self.session.content.own = self.broken if state.global_step + 1 in self.steps else self.own
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.own = self.session.content.own
+
+    def broken(self, turn: bool = True) -> None:
+        raise ValueError("no memory left")
+
+
+def test_a_look_at_the_weights_that_fails_costs_a_version_and_is_told_once(tiny_model, tmp_path, caplog):
+    bucket = tmp_path / "bucket"
+    callback = DeltaSyncCallback(str(bucket))
+    breaks = BreakLooks(callback, (2, 3))
+    trainer = make_trainer(load(tiny_model("qwen3")), tmp_path, callback, breaks)
+    with caplog.at_level(logging.WARNING, logger="trl_delta"):
+        trainer.train()
+    assert breaks.seqs == [1, 1, 1, 2]
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("trl_delta")]
+    assert len(said) == 2
+    assert "the weights of step 2 could not be looked at and are not published: no memory left" in said[0]
+    assert "version" in said[1] and "with what had been left out before" in said[1]
+    assert reader_of(bucket).latest().step == STEPS
+    assert all(check.ok for check in verify(reader_of(bucket)))
+
+
+def test_last_weights_that_cannot_be_looked_at_are_not_said_to_be_published(tiny_model, tmp_path, caplog):
+    callback = DeltaSyncCallback(str(tmp_path / "bucket"))
+    trainer = make_trainer(load(tiny_model("qwen3")), tmp_path, callback, BreakLooks(callback, (STEPS, STEPS + 1)))
+    with caplog.at_level(logging.WARNING, logger="trl_delta"):
+        trainer.train()
+    assert "its last weights could not be looked at" in caplog.records[-1].getMessage()
+
+
+def test_the_policy_to_stop_ends_training_where_the_weights_cannot_be_looked_at(tiny_model, tmp_path):
+    callback = DeltaSyncCallback(str(tmp_path / "bucket"), DeltaSyncConfig(delta_sync_on_failure="stop"))
+    trainer = make_trainer(load(tiny_model("qwen3")), tmp_path, callback, BreakLooks(callback, (2,)))
+    with pytest.raises(ValueError, match="no memory left"):
+        trainer.train()
+    assert trainer.state.global_step == 2
 
 
 def steal(bucket: Path) -> None:

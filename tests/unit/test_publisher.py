@@ -199,6 +199,16 @@ def test_an_unexpected_error_does_not_die_with_the_thread(trainer):
     assert isinstance(trainer.publisher.failure, ZeroDivisionError)
 
 
+def test_an_error_after_a_version_is_kept_too(trainer):
+    def fail(published, **_):
+        raise ZeroDivisionError("a bug")
+
+    trainer.publisher._enter = fail
+    trainer.change(1, 1)
+    assert not trainer.publisher.wait(10)
+    assert isinstance(trainer.publisher.failure, ZeroDivisionError)
+
+
 def test_an_empty_delta_needs_no_version_but_its_step_counts(trainer):
     trainer.change(1)
     assert trainer.publisher.step_of(0) == 1

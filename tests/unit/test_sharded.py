@@ -87,7 +87,12 @@ class Rank:
         if publisher.failure is not None:
             self.failures.append(str(publisher.failure))
         elif turn:
-            publisher.submit(self.extract(), digest=self.digest(), step=step)
+            try:
+                delta = self.extract()
+            except ValueError as error:
+                publisher.skip(error, step=step, stops=False)
+            else:
+                publisher.submit(delta, digest=self.digest(), step=step)
         return turn and publisher.failure is None
 
 
@@ -112,6 +117,13 @@ class Fleet:
         if per_tensor:
             self.run.next_delta(per_tensor)
         return [rank.step(self.steps, last=last) for rank in self.ranks]
+
+    def step_until_turn(self) -> None:
+        """Until the weights of a step become a version, of which there are no more than two under way."""
+        until_s = time.monotonic() + WAIT_S
+        while not all(self.step()):
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
 
     def settle(self) -> None:
         assert all(rank.publisher.wait(WAIT_S) for rank in self.ranks)
@@ -252,7 +264,7 @@ def test_a_generation_waits_for_room_but_not_for_ever(make_fleet, caplog):
     assert pace.wait_for_room()
 
 
-def fail(key: str) -> None:
+def fail(*args: object) -> None:
     raise ValueError("a bug")
 
 
@@ -278,6 +290,50 @@ def test_a_rank_that_fails_stops_all_after_the_same_step(make_fleet, failing: in
     # told once
     assert fleet.step() == [False] * 3
     assert [rank.failures[:1] for rank in fleet.ranks] == before
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_look_costs_a_version_and_nobody_loses_a_change(make_fleet, failing: int, caplog):
+    fleet = make_fleet(encoding="context")
+    rank = fleet.ranks[failing]
+    extract = rank.extract
+    for waits in (False, True):
+        gate = Gate()
+        if waits:
+            # the next version is begun before it is known everywhere that this one does not come about
+            fleet.ranks[2].store.fault = gate
+        rank.extract = broken_look
+        fleet.step_until_turn()
+        rank.extract = extract
+        if not waits:
+            assert not any(other.publisher.wait(WAIT_S) for other in fleet.ranks)
+        fleet.step_until_turn()
+        gate.open()
+        fleet.settle()
+    assert fleet.run.reader().latest().version.seq == 2
+    assert [record.seq for record in rank.publisher.records] == [1, 2]
+    fleet.assert_bucket_holds_the_weights()
+    said = [record.getMessage() for record in caplog.records if "could not be looked at" in record.getMessage()]
+    assert len(said) == 2 and all(f"rank {failing}: no memory" in line for line in said)
+    # the last one: nobody says that it is there
+    rank.extract = broken_look
+    fleet.step(last=True)
+    assert not any(other.publisher.wait(WAIT_S) for other in fleet.ranks)
+    assert all(other.publisher.left_out for other in fleet.ranks)
+    assert fleet.run.reader().latest().version.seq == 2
+
+
+def broken_look() -> Delta:
+    raise ValueError("no memory")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_between_two_rounds_stops_all(make_fleet, failing: int):
+    """What a thread does after its round is heard of by those that wait for it in the next one."""
+    fleet = make_fleet()
+    fleet.ranks[failing].publisher._advance_mirror = fail
+    fleet.ranks[failing].publisher._mirror = {}
+    assert all("a bug" in reason for reason in stopped(fleet))
 
 
 def test_parts_of_another_state_are_never_committed(make_fleet):
