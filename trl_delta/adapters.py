@@ -57,10 +57,7 @@ class AdapterMap:
                 found.transparent.add(_join(path, "model"))
             elif isinstance(module, BaseTunerLayer):
                 if not base_only:
-                    _require_mergeable(module, path)
-                    found.merges[_join(path, "base_layer.weight")] = Merge(module, path)
-                    if any(module.lora_bias.values()):
-                        found.merges[_join(path, "base_layer.bias")] = Merge(module, path, of_bias=True)
+                    found._add_merges(module, path)
                 found.transparent.add(_join(path, "base_layer"))
                 found.hidden.update(_join(path, name) for name in module.adapter_layer_names)
             elif isinstance(module, ModulesToSaveWrapper):
@@ -99,6 +96,12 @@ class AdapterMap:
     def merge_of(self, live_name: str) -> Merge | None:
         """Adapters that the tensor's checkpoint contains and the tensor does not."""
         return self.merges.get(checkpoint_name(live_name))
+
+    def _add_merges(self, layer: Any, path: str) -> None:
+        _require_mergeable(layer, path)
+        self.merges[_join(path, "base_layer.weight")] = Merge(layer, path)
+        if any(layer.lora_bias.values()):
+            self.merges[_join(path, "base_layer.bias")] = Merge(layer, path, of_bias=True)
 
     def _add_saved(self, module: Any, path: str, adapters: list[str]) -> None:
         active = next((name for name in adapters if name in module.modules_to_save), None)

@@ -67,7 +67,12 @@ class AnchorMaker:
 
     @property
     def due(self) -> bool:
-        return self._chain_bytes >= self._due_bytes or self.asked
+        return self.is_costly or self.asked
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether the deltas since the last anchor have come to its price."""
+        return self._chain_bytes >= self._due_bytes
 
     @property
     def asked(self) -> bool:
@@ -126,6 +131,9 @@ class AnchorMaker:
     def _wait_longer(self) -> None:
         if self.asked:
             self.requests.failed()
+        self._cost_more()
+
+    def _cost_more(self) -> None:
         self._due_bytes = self._chain_bytes + self._price_bytes / 10
 
 

@@ -13,6 +13,7 @@ from delta_wire import kernels
 from delta_wire.adapter import Adapter
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.encodings.warm import warm_up
+from delta_wire.errors import SetupError
 from delta_wire.state import OldBits, TensorTable
 from trl_delta.base import base_checkpoint, require_base, save_anchor, save_files
 from trl_delta.config import DeltaSyncConfig
@@ -123,8 +124,13 @@ class Content:
     def last_bits(self) -> OldBits:
         """Tensors of the last extraction by checkpoint name, copied one at a time. On one process only."""
         entries = {name: entry for entry in self._read() for name in entry.names}
-        base, kept = self._base, self._naming.kept
-        return lambda name: base.bits(name) if base is not None and name in kept else self.detector.bits(entries[name])
+        return lambda name: self.detector.bits(entries[name]) if name in entries else self.kept_bits(name)
+
+    def kept_bits(self, name: str) -> np.ndarray:
+        """A tensor of the checkpoint that the model does not hold, so that it is never changed."""
+        if self._base is None or name not in self._naming.kept:
+            raise SetupError(f"the tensor {name} is neither the model's nor its checkpoint's")
+        return self._base.bits(name)
 
     def save_files(self, folder: Path) -> None:
         """Write what an anchor needs beside the weights."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
 from delta_wire import encodings
@@ -115,6 +117,14 @@ def make_publisher(
             opened.writer, step=step, encoding=encoding, mirror=mirror, anchors=anchors, snapshot=snapshot
         )
     shards = coding_shards(live, table, needs_all_rows=mirror is not None)
-    starts = {name: entry.start for entry in live for name in entry.names}
-    parts = PartWriter(ranks.clone(), store, table, opened, shards, replayed)
-    return ShardedPublisher(ranks, parts, starts=starts, step=step, encoding=encoding, mirror=mirror)
+    entries = {name: entry for entry in live for name in entry.names}
+    return ShardedPublisher(
+        ranks,
+        PartWriter(ranks.clone(), store, table, opened, shards, replayed),
+        starts={name: entry.start for name, entry in entries.items()},
+        sizes={name: prod(entry.shape) for name, entry in entries.items()},
+        snapshot=lambda name: detector.bits(entries[name]),
+        step=step,
+        encoding=encoding,
+        mirror=mirror,
+    )

@@ -45,7 +45,7 @@ class Pace:
         """Wait until no live server is more than so many versions behind; bounded by `delta_sync_lag_timeout_s`.
 
         After a wait in vain there is no other one before the servers have caught up: an outage of the bucket costs
-        the trainer one such time.
+        the trainer one such time. There is none while a server needs an anchor that only the next step can bring.
 
         Returns:
             `bool`: whether they are.
@@ -94,7 +94,7 @@ class Pace:
         timeout_s, poll_s = self._config.delta_sync_lag_timeout_s, min(self._config.delta_sync_ack_poll_s, _LOOK_S)
         deadline_s = time.monotonic() + (timeout_s if self._waits else 0)
         while not reached():
-            if self._publisher.stopped is not None:
+            if self._publisher.stopped is not None or self._publisher.needs_step:
                 return False
             if time.monotonic() >= deadline_s:
                 self._report(missing(), timeout_s)

@@ -133,6 +133,11 @@ class Publisher(Ledger):
         return True
 
     @property
+    def needs_step(self) -> bool:
+        """Whether a server waits for an anchor that only the next step can bring. Here never."""
+        return False
+
+    @property
     def newest_seq(self) -> int:
         """Sequence number that the newest weights handed over will have, once all on its way is durable."""
         with self._changed:

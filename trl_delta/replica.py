@@ -6,17 +6,21 @@ from __future__ import annotations
 import logging
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from delta_wire.anchors import upload_anchor
 from delta_wire.chain import BucketReader
-from delta_wire.errors import DeltaError
+from delta_wire.errors import DeltaError, SetupError
 from delta_wire.manifest import AnchorPart, Manifest
 from delta_wire.replay import State
-from delta_wire.state import TensorTable
+from delta_wire.state import OldBits, TensorTable
 from delta_wire.stores import Store
 from trl_delta.anchors import AnchorMaker
+from trl_delta.requests import AnchorRequests
+from trl_delta.rows import Rows, WholeState
 
 logger = logging.getLogger(__name__)
 _JOIN_S = 5.0
@@ -29,12 +33,17 @@ class ReplayedAnchors(AnchorMaker):
     on disk, mapped and not held in memory. The version that is to have the anchor is applied last, when all its parts
     are in the bucket, and the files are uploaded as they are. Nothing is gathered and no process waits for it.
 
+    A server that asks for an anchor has lost what the bucket would be replayed from. It gets one out of what the
+    processes themselves remember, see [`~trl_delta.rows.WholeState`].
+
     Args:
         store ([`~delta_wire.stores.Store`]): the bucket, for uploads.
         table ([`~delta_wire.state.TensorTable`]): the model.
         newest ([`~delta_wire.manifest.Manifest`]): version that publishing goes on from.
         factor (`float`): price of an anchor in sizes of the model.
         make_reader (callable): a reader of the bucket over a connection of its own.
+        files, single_file, requests (*optional*): see [`AnchorMaker`].
+        kept (`Callable`, *optional*): tensors of the checkpoint that no process trains, uint16.
     """
 
     def __init__(
@@ -45,9 +54,14 @@ class ReplayedAnchors(AnchorMaker):
         *,
         factor: float,
         make_reader: Callable[[], BucketReader],
+        files: Path | None = None,
+        single_file: str | None = None,
+        requests: AnchorRequests | None = None,
+        kept: OldBits | None = None,
     ):
-        super().__init__(store, table, newest, factor=factor)
+        super().__init__(store, table, newest, factor=factor, files=files, single_file=single_file, requests=requests)
         self._newest = newest
+        self._kept = kept
         self._make_reader = make_reader
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._state: State | None = None
@@ -58,7 +72,7 @@ class ReplayedAnchors(AnchorMaker):
     @property
     def ready(self) -> bool:
         """Whether [`ReplayedAnchors.make_for`] can make one now."""
-        return self.due and self._state is not None
+        return self.is_costly and self._state is not None
 
     def make_for(self, manifest: Manifest) -> AnchorPart | None:
         """Upload the anchor of a version whose objects are in the bucket; `None` if that cannot be done now.
@@ -81,6 +95,27 @@ class ReplayedAnchors(AnchorMaker):
             self._postpone(f"version {manifest.version.seq}", error)
             return None
 
+    def make_of(self, rows: Sequence[Rows], count: int, manifest: Manifest) -> AnchorPart | None:
+        """Upload the anchor of a version whose objects are in the bucket; `None` if that cannot be done now.
+
+        Args:
+            rows (list of [`~trl_delta.rows.Rows`]): what the processes own of the version.
+            count (`int`): of how many processes there should be rows.
+            manifest ([`~delta_wire.manifest.Manifest`]): of the version to come, without an anchor.
+        """
+        if len(rows) < count:
+            # each that could not has said why
+            self._wait_longer()
+            return None
+        try:
+            with tempfile.TemporaryDirectory(prefix="delta-rows-") as folder:
+                state = WholeState(self._store, self._table, rows, Path(folder), self._kept or _no_other)
+                return self.make(state.bits, manifest.version.seq, manifest.digest)
+        except (DeltaError, OSError) as error:
+            logger.warning("delta sync: no anchor for version %d this time: %s", manifest.version.seq, error)
+            self._wait_longer()
+            return None
+
     def published(self, manifest: Manifest) -> None:
         super().published(manifest)
         self._newest = manifest
@@ -96,7 +131,7 @@ class ReplayedAnchors(AnchorMaker):
         self._drop()
 
     def _begin_if_due(self) -> None:
-        if self.due and self._folder is None and not self._closing.is_set():
+        if self.is_costly and self._folder is None and not self._closing.is_set():
             self._folder = tempfile.TemporaryDirectory(prefix="delta-anchor-", ignore_cleanup_errors=True)
             self._thread = threading.Thread(
                 target=self._replay, args=(Path(self._folder.name), self._newest), name="delta-anchor", daemon=True
@@ -119,15 +154,7 @@ class ReplayedAnchors(AnchorMaker):
 
     def _postpone(self, what: str, error: Exception) -> None:
         logger.warning("delta sync: no anchor for %s this time: %s", what, error)
-        ack = self.requests.open_after(self._anchor_seq)
-        if ack is not None:
-            logger.warning(
-                "delta sync: server %s needs that anchor, and a training on several processes can make it only out of "
-                "what the bucket holds since the last one: restore what is missing there, or resume training from its "
-                "last checkpoint.",
-                ack.server,
-            )
-        self._wait_longer()
+        self._cost_more()
         self._drop()
 
     def _drop(self) -> None:
@@ -135,3 +162,7 @@ class ReplayedAnchors(AnchorMaker):
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def _no_other(name: str) -> np.ndarray:
+    raise SetupError(f"no process of the training owns the tensor {name}")

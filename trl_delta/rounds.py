@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from delta_wire.bucket import BucketWriter, Published
@@ -19,12 +20,13 @@ from delta_wire.digest import Digest
 from delta_wire.errors import DigestMismatchError, StoreError
 from delta_wire.manifest import AnchorPart, Manifest, VersionId, manifest_key
 from delta_wire.parts import Part, upload_part
-from delta_wire.refs import ObjectRef
 from delta_wire.shards import Shard
 from delta_wire.state import Delta, OldBits, TensorTable
 from delta_wire.stores import Store
+from trl_delta.contribution import Contribution
 from trl_delta.ranks import RankError, Ranks
 from trl_delta.replica import ReplayedAnchors
+from trl_delta.rows import Rows, remove_rows
 
 logger = logging.getLogger(__name__)
 _SLOW_AFTER_S = 60.0
@@ -58,10 +60,12 @@ class _Round:
     """A version that is being published; kept from try to try."""
 
     delta: Delta
+    is_anchored: bool
     parts: list[Part] | None = None
+    rows: Rows | None = None
     reported: bool = False
-    # on the first process: all parts, the digest of all that the processes own, and why a process has no part
-    gathered: tuple[list[Part], Digest, str | None] | None = None
+    # on the first process: what all have reported
+    gathered: list[Contribution] | None = None
 
 
 class PartWriter:
@@ -120,6 +124,7 @@ class PartWriter:
         anchor: AnchorPart | None = None,
         failure: Exception | None = None,
         stops: bool = False,
+        rows: Callable[[int], Rows | None] | None = None,
     ) -> Published:
         """Take part in the next version.
 
@@ -134,6 +139,8 @@ class PartWriter:
                 of [`~trl_delta.replica.ReplayedAnchors`] need none.
             failure (`Exception`, *optional*): this process has no part, and this is why: [`Skipped`] on all.
             stops (`bool`, *optional*, defaults to `False`): that ends publishing, on all.
+            rows (`Callable`, *optional*): uploads what this process owns after the change, given the version's number,
+                for an anchor that a server has asked for; `None` if it cannot. Given on all processes or none.
 
         Returns:
             [`~delta_wire.bucket.Published`]: the same on every process; of the version before if nothing changed.
@@ -145,7 +152,7 @@ class PartWriter:
             raise ValueError("PartWriter.publish: an anchor needs the whole weights, which no process has")
         began_s = time.monotonic()
         if self._round is None or self._round.delta is not delta:
-            self._round = _Round(delta)
+            self._round = _Round(delta, rows is not None)
             self._number += 1
         current = self._round
         try:
@@ -153,12 +160,20 @@ class PartWriter:
                 raise failure
             if current.parts is None:
                 current.parts = [] if failure is not None else self._upload(delta, encoding, old_bits)
+            if rows is not None and failure is None:
+                if self._ranks.is_first:
+                    # a checkpoint takes its time
+                    self._ranks.put(self._key("anchor"), True)
+                    # there is a version then, though nothing may have changed anywhere
+                    current.parts = current.parts or [
+                        upload_part(self.store, self._table, {}, seq=self.next_seq, encoding=encoding)
+                    ]
+                current.rows = current.rows or rows(self.next_seq)
             if not current.reported:
-                told: dict[str, Any] = {"parts": [_to_json(part) for part in current.parts], "digest": str(digest)}
-                if failure is not None:
-                    # what another process is to blame for is told by that one
-                    told["failure"] = "" if isinstance(failure, RankError) else f"rank {self._ranks.rank}: {failure}"
-                self._ranks.put(self._key(self._ranks.rank), told)
+                # what another process is to blame for is told by that one
+                told = "" if isinstance(failure, RankError) else f"rank {self._ranks.rank}: {failure}"
+                contribution = Contribution(current.parts, digest, current.rows, None if failure is None else told)
+                self._ranks.put(self._key(self._ranks.rank), contribution.to_json())
                 current.reported = True
             outcome = self._lead(current, step) if self._ranks.is_first else self._follow()
         except (StoreError, Abandoned):
@@ -197,18 +212,25 @@ class PartWriter:
         assert self._writer is not None
         if current.gathered is None:
             current.gathered = self._gather()
-        parts, expected, skipped = current.gathered
-        if skipped is not None:
-            skipped = skipped or "another process did not take part"
+        gathered = current.gathered
+        rows = [entry.rows for entry in gathered if entry.rows is not None]
+        failures = [entry.failure for entry in gathered if entry.failure is not None]
+        if failures:
+            remove_rows(self.store, rows)
+            skipped = next(filter(None, failures), "another process did not take part")
             self._end({"skipped": skipped})
             raise Skipped(skipped)
+        parts = [part for entry in gathered for part in entry.parts]
+        expected = sum((entry.digest for entry in gathered), Digest())
         found = sum((part.change for part in parts), self.digest)
         if found != expected:
             raise DigestMismatchError(
                 f"{self.store.url}: version {self.next_seq} would have digest {found}, the processes hold weights "
                 f"with {expected}; their parts do not begin at version {self.version}"
             )
-        published = self._writer.commit(parts, step=step, make_anchor=self._make_anchor) if parts else None
+        make_anchor = partial(self._make_anchor, rows if current.is_anchored else None)
+        published = self._writer.commit(parts, step=step, make_anchor=make_anchor) if parts else None
+        remove_rows(self.store, rows)
         if published is not None and self.anchors is not None:
             self.anchors.published(published.manifest)
         manifest = published and published.manifest
@@ -224,25 +246,25 @@ class PartWriter:
         self._ranks.remove(f"round/{self._number - 1}/end")
         self._ranks.put(self._key("end"), how)
 
-    def _make_anchor(self, manifest: Manifest) -> AnchorPart | None:
-        if self.anchors is None or not self.anchors.ready:
+    def _make_anchor(self, rows: list[Rows] | None, manifest: Manifest) -> AnchorPart | None:
+        if self.anchors is None:
+            return None
+        # it may have been answered, or taken back, since the round began
+        if rows is not None and self.anchors.asked:
+            return self.anchors.make_of(rows, self._ranks.count, manifest)
+        if not self.anchors.ready:
             return None
         self._ranks.put(self._key("anchor"), True)
         return self.anchors.make_for(manifest)
 
-    def _gather(self) -> tuple[list[Part], Digest, str | None]:
-        parts: list[Part] = []
-        digest = Digest()
-        skipped: str | None = None
+    def _gather(self) -> list[Contribution]:
+        gathered: list[Contribution] = []
         for rank in range(self._ranks.count):
             told = self._wait_for(rank, f"its part of version {self.next_seq}")
             if "error" in told:
                 raise RankError(told["error"])
-            parts += [_from_json(entry) for entry in told["parts"]]
-            digest = digest + Digest.parse(told["digest"])
-            if "failure" in told:
-                skipped = skipped or told["failure"]
-        return parts, digest, skipped
+            gathered.append(Contribution.from_json(told))
+        return gathered
 
     def _follow(self) -> Manifest | None:
         told = self._wait_for("end", f"the manifest of version {self.next_seq}")
@@ -259,7 +281,7 @@ class PartWriter:
         rank = 0 if who == "end" else who
         told = self._ranks.wait_for(self._key(who), _SLOW_AFTER_S, self.cancelled)
         if told is None and not self.cancelled():
-            # a checkpoint takes its time
+            # an anchor is being made
             if self._ranks.find(self._key("anchor")) is None:
                 logger.warning(
                     "delta sync: rank %s has not delivered %s for %.0f s; training goes on, and what it changes is in "
@@ -288,21 +310,3 @@ class PartWriter:
 
     def _key(self, who: int | str) -> str:
         return f"round/{self._number}/{who}"
-
-
-def _to_json(part: Part) -> dict[str, Any]:
-    return {
-        "ref": part.ref.to_json(),
-        "encoding": part.encoding,
-        "changed_params": part.changed_params,
-        "change": str(part.change),
-    }
-
-
-def _from_json(value: dict[str, Any]) -> Part:
-    return Part(
-        ObjectRef.from_json(value["ref"], "a part", "deltas/"),
-        value["encoding"],
-        value["changed_params"],
-        Digest.parse(value["change"]),
-    )

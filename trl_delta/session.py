@@ -137,10 +137,11 @@ class DeltaSyncSession:
         ranks, writer = self._ranks, opened.writer
         anchors = replayed = None
         if writer is not None:
+            files = partial(self._upkeep.save_files, content.save_files)
             if ranks.count > 1:
-                replayed = self._upkeep.replayed_anchors(writer)
+                replayed = self._upkeep.replayed_anchors(writer, files, content.kept_bits)
             else:
-                anchors = self._upkeep.anchors(writer, lambda: self._upkeep.save_files(content.save_files))
+                anchors = self._upkeep.anchors(writer, files)
             self._upkeep.keep(writer)
         self.publisher = make_publisher(
             ranks,

@@ -19,12 +19,14 @@ import numpy as np
 
 from delta_wire.bucket import Published
 from delta_wire.digest import Digest
+from delta_wire.errors import StoreError
 from delta_wire.manifest import AnchorPart
-from delta_wire.state import Delta, compose
+from delta_wire.state import Delta, OldBits, compose
 from trl_delta.anchors import AnchorMaker
 from trl_delta.publisher import Item, Publisher
 from trl_delta.ranks import RankError, Ranks
 from trl_delta.rounds import Abandoned, PartWriter, Skipped
+from trl_delta.rows import Rows, upload_rows
 
 logger = logging.getLogger(__name__)
 # versions begun and not finished: one being uploaded, one extracted and waiting
@@ -40,10 +42,12 @@ class _Begun(Item):
     Args:
         failure (`Exception`, *optional*): why this process has no part of it.
         stops (`bool`): whether that ends publishing.
+        is_anchored (`bool`): it gets an anchor out of what all processes own.
     """
 
     failure: Exception | None = None
     stops: bool = False
+    is_anchored: bool = False
 
 
 class ShardedPublisher(Publisher):
@@ -56,7 +60,9 @@ class ShardedPublisher(Publisher):
     Args:
         ranks ([`~trl_delta.ranks.Ranks`]): of the training.
         writer ([`PartWriter`]): with a clone of `ranks`.
-        starts (`dict`): flat checkpoint index of the first element that this process owns, by checkpoint name.
+        starts, sizes (`dict`): flat checkpoint index of the first element that this process owns, and how many those
+            are, by checkpoint name.
+        snapshot (callable): a copy of what this process owns of a tensor as it was last handed over, uint16, flat.
         step, encoding, mirror, retry_min_s, retry_max_s: see [`Publisher`]; the mirror is of what this process owns.
         turn_timeout_s (`float`, *optional*): how long the first process may lag behind by a step.
     """
@@ -67,6 +73,8 @@ class ShardedPublisher(Publisher):
         writer: PartWriter,
         *,
         starts: dict[str, int],
+        sizes: dict[str, int],
+        snapshot: OldBits,
         step: int,
         encoding: str = "packed",
         mirror: dict[str, np.ndarray] | None = None,
@@ -76,11 +84,14 @@ class ShardedPublisher(Publisher):
     ):
         self._ranks = ranks
         self._starts = starts
+        self._sizes = sizes
         self._turn_timeout_s = turn_timeout_s
         self._calls = 0
         self._left = False
         # what the first process has promised for the next call, known to itself without asking
-        self._promise: dict[str, Any] = {"publish": True}
+        self._promise: dict[str, Any] = {"publish": True, "anchor": False}
+        # whether the version of the current turn is to have an anchor
+        self._is_anchored = False
         self._begun: deque[_Begun] = deque()
         # what was found for a version that did not come about, until the next one takes it along
         self._carried: Delta = {}
@@ -88,7 +99,13 @@ class ShardedPublisher(Publisher):
         self._error: Exception | None = None
         self._parts = writer
         super().__init__(
-            writer, step=step, encoding=encoding, mirror=mirror, retry_min_s=retry_min_s, retry_max_s=retry_max_s
+            writer,
+            step=step,
+            encoding=encoding,
+            mirror=mirror,
+            snapshot=snapshot,
+            retry_min_s=retry_min_s,
+            retry_max_s=retry_max_s,
         )
         writer.cancelled = self._abandon.is_set
         if ranks.is_first:
@@ -105,7 +122,7 @@ class ShardedPublisher(Publisher):
         try:
             told = self._promise if self._ranks.is_first else self._hear(f"turn/{self._calls}", self._turn_timeout_s)
             if self._ranks.is_first:
-                self._promise_next(publishes=due and told.get("publish", False))
+                self._promise_next(told if due else {})
         except RankError as error:
             self.failure = error
             return False
@@ -117,7 +134,7 @@ class ShardedPublisher(Publisher):
             return False
         try:
             if self._ranks.is_first:
-                told = self._stop_or({"publish": True})
+                told = self._stop_or({"publish": True, "anchor": self.needs_step})
                 self._ranks.put("turn/last", told)
             else:
                 told = self._hear("turn/last", timeout_s)
@@ -130,6 +147,14 @@ class ShardedPublisher(Publisher):
     def _anchor_maker(self) -> AnchorMaker | None:
         # the version that has it is made in a round of all processes
         return self._parts.anchors
+
+    @property
+    def needs_step(self) -> bool:
+        anchors = self._parts.anchors
+        with self._changed:
+            under_way = (*self._begun, self._in_flight)
+            is_coming = any(isinstance(item, _Begun) and item.is_anchored for item in under_way)
+        return anchors is not None and anchors.asked and not is_coming
 
     @property
     def stopped(self) -> Exception | None:
@@ -152,7 +177,7 @@ class ShardedPublisher(Publisher):
             if self._closing:
                 raise RuntimeError("ShardedPublisher.submit: the publisher is closed")
             self.left_out = False
-            self._begin(_Begun(delta, digest, step))
+            self._begin(_Begun(delta, digest, step, is_anchored=self._is_anchored))
 
     def skip(self, failure: Exception, *, step: int, stops: bool) -> None:
         """The weights of a step whose turn it was could not be looked at here, so that no process publishes them.
@@ -160,7 +185,7 @@ class ShardedPublisher(Publisher):
         Takes the place of [`ShardedPublisher.submit`]: the others learn of it where they wait for this process' part.
         """
         with self._changed:
-            self._begin(_Begun({}, Digest(), step, failure=failure, stops=stops))
+            self._begin(_Begun({}, Digest(), step, failure=failure, stops=stops, is_anchored=self._is_anchored))
 
     def stop(self, failure: Exception) -> None:
         with self._changed:
@@ -197,10 +222,13 @@ class ShardedPublisher(Publisher):
             raise RankError(f"rank 0 has said nothing about {key} for {timeout_s:.0f} s; it has died, or it hangs")
         return told
 
-    def _promise_next(self, publishes: bool) -> None:
+    def _promise_next(self, told: dict[str, Any]) -> None:
+        """Say what the next step is for, while this one does what it was `told`."""
+        publishes = told.get("publish", False)
         with self._changed:
             begun = self._under_way() + publishes
-        self._promise = self._stop_or({"publish": begun < _MAX_BEGUN})
+        needs_anchor = self.needs_step and not (publishes and told["anchor"])
+        self._promise = self._stop_or({"publish": begun < _MAX_BEGUN, "anchor": needs_anchor})
         self._ranks.put(f"turn/{self._calls + 1}", self._promise)
         # training in step keeps processes within one step of each other
         if self._calls > _KEPT_TURNS:
@@ -213,6 +241,7 @@ class ShardedPublisher(Publisher):
         if "stop" in told:
             self.failure = self._error or RankError(told["stop"])
             return False
+        self._is_anchored = told["anchor"]
         return due and told["publish"]
 
     def _take(self) -> Item | None:
@@ -251,7 +280,28 @@ class ShardedPublisher(Publisher):
             old_bits=None if self._mirror is None else self._mirror.__getitem__,
             failure=item.failure,
             stops=item.stops,
+            rows=self._upload_rows if item.is_anchored else None,
         )
+
+    def _upload_rows(self, seq: int) -> Rows | None:
+        try:
+            return upload_rows(self.writer.store, self._sizes, self._starts, self._bits_in_flight, seq=seq)
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            logger.warning("delta sync: no anchor for version %d this time: %s", seq, error)
+            return None
+
+    def _bits_in_flight(self, name: str) -> np.ndarray:
+        assert self._snapshot is not None, "it is always given"
+        with self.extracting:
+            bits = self._snapshot(name)
+            with self._changed:
+                later = [item.delta[name] for item in self._begun if name in item.delta]
+        for part in reversed(later):
+            assert part.old is not None, "the detector hands old bits over"
+            bits[part.indices - self._starts[name]] = part.old
+        return bits
 
     def _fail(self, error: Exception) -> None:
         self.stop(error)

@@ -11,6 +11,7 @@ from delta_wire.bucket import BucketReader, BucketWriter
 from delta_wire.checkpoint import file_for_all
 from delta_wire.retention import Policy, Sweeper
 from delta_wire.signing import Signer
+from delta_wire.state import OldBits
 from delta_wire.stores import open_store
 from trl_delta.anchors import AnchorMaker
 from trl_delta.config import DeltaSyncConfig
@@ -57,13 +58,22 @@ class Upkeep:
             writer.store, writer.table, writer.head, factor=factor, files=files(), single_file=single_file
         )
 
-    def replayed_anchors(self, writer: BucketWriter) -> ReplayedAnchors | None:
-        """The same where no process has the whole weights."""
+    def replayed_anchors(
+        self, writer: BucketWriter, files: Callable[[], Path], kept: OldBits
+    ) -> ReplayedAnchors | None:
+        """The same where no process has the whole weights; `kept` gives those that no process trains."""
         factor = self._config.delta_sync_anchor_factor
         if not factor:
             return None
         self._replayed = ReplayedAnchors(
-            writer.store, writer.table, writer.head, factor=factor, make_reader=self._make_reader
+            writer.store,
+            writer.table,
+            writer.head,
+            factor=factor,
+            make_reader=self._make_reader,
+            files=files(),
+            single_file=file_for_all(writer.head.adapter),
+            kept=kept,
         )
         return self._replayed
 

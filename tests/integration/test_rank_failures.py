@@ -4,10 +4,11 @@
 from pathlib import Path
 
 import pytest
-from rank_failures import LOOKS, STARTS, fail_and_stop, fail_at_steps, fail_at_the_start
+from rank_failures import LOOKS, STARTS, answer_a_request, fail_and_stop, fail_at_steps, fail_at_the_start
 from rank_programs import make_model, run_ranks
 from same_run import assert_same_run, reader_of
 
+from delta_wire.checkpoint import Checkpoint
 from delta_wire.replay import verify
 
 
@@ -62,3 +63,36 @@ def test_a_process_that_cannot_start_ends_all_with_its_reason(base: Path, tmp_pa
         reasons = (ours[2], theirs[2])
         assert reasons[ours[1]] == "Broken: no memory left", ours
         assert reasons[1 - ours[1]].startswith("RankError: "), ours
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("fsdp2", ""),
+        pytest.param("ddp", "", marks=pytest.mark.matrix),
+        pytest.param("fsdp2", "merged", marks=pytest.mark.matrix),
+        pytest.param("fsdp2", "separate", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_server_that_is_cut_off_gets_an_anchor_of_what_the_processes_remember(
+    base: Path, tmp_path: Path, kind: str, how: str
+):
+    bucket = tmp_path / "bucket"
+    results = run_ranks(2, answer_a_request, str(base), str(bucket), kind, how)
+    assert [result["finished"] for result in results] == [True, True]
+    assert results[0]["anchored"] == results[1]["anchored"] > 4
+    first, second = results
+    assert any("gets an anchor, because server server cannot get past version" in line for line in first["told"])
+    assert len([line for line in second["told"] if "no room left" in line]) == 1
+    # nothing is left of what was put together, and nothing was waited for that the bucket has lost
+    assert not list((bucket / "anchors").glob("*-rows/*"))
+    reader = reader_of(bucket)
+    latest = reader.latest()
+    assert latest is not None and latest.version.seq > first["anchored"]
+    anchored = reader.manifest(first["anchored"])
+    folder = reader.fetch_anchor(anchored, tmp_path / "anchor")
+    assert Checkpoint(folder).digest() == anchored.digest
+    assert (folder / ("adapter_config.json" if how == "separate" else "config.json")).is_file()
+    checks = {check.seq: check for check in verify(reader)}
+    assert not checks[2].ok and not checks[first["anchored"] - 1].ok
+    assert checks[first["anchored"]].ok and checks[latest.version.seq].ok

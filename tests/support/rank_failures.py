@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
@@ -12,11 +14,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from rank_adapters import adapt
-from rank_programs import WAIT_S, batches, learn, wrap
+from rank_programs import WAIT_S, batches, learn, load, wrap
 
-from trl_delta import DeltaSyncConfig, DeltaSyncSession, gathering, joint, names, session, upkeep
+from delta_wire.acks import Ack
+from delta_wire.bucket import BucketReader
+from delta_wire.manifest import Manifest
+from delta_wire.stores import open_store
+from trl_delta import DeltaSyncConfig, DeltaSyncSession, gathering, joint, names, rows, session, upkeep
 from trl_delta.detector import Detector
 from trl_delta.ranks import RankError
+from trl_delta.requests import AnchorRequests
 
 # where a look at the weights can fail: before, in and after the collectives, and while changes are looked for
 LOOKS: dict[str, tuple[Any, str]] = {
@@ -123,3 +130,65 @@ def fail_at_the_start(rank: int, count: int, base: str, folder: str, kind: str) 
             except (Broken, RankError) as error:
                 found.append((place, failing, f"{type(error).__name__}: {error}"))
     return found
+
+
+def answer_a_request(rank: int, count: int, base: str, bucket: str, kind: str, how: str) -> dict[str, Any]:
+    """A server is cut off by a lost object and asks for an anchor while training goes on. At the first try one process
+    has no room for its rows."""
+    told = Told()
+    model = wrap(adapt(base) if how else load(base), kind, count)
+    single = adapt(base) if how else load(base)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
+    # no anchor for its price
+    config = DeltaSyncConfig(delta_sync_adapter=how or "merged", delta_sync_anchor_factor=1e6)
+    published = DeltaSyncSession(bucket, config)
+    published.start(model, world_size=count)
+    anchors = published._upkeep._replayed
+    if anchors is not None:
+        # two tries are minutes apart
+        anchors.requests = AnchorRequests(least_pause_s=0.5)
+    ids = batches(rank, 1000)
+
+    def train(until: Callable[[], bool]) -> None:
+        # the same number of steps everywhere
+        while not any(_of_all(until())):
+            learn(model, optimizer, next(ids), single)
+            published.step(published.last_step + 1)
+            assert published.publisher.wait(WAIT_S)
+
+    train(lambda: published.last_step == 3)
+    if rank == 0:
+        _lose_and_ask(bucket)
+    with mock.patch.object(rows, "write_tensors", side_effect=OSError("no room left")) if rank == 1 else nullcontext():
+        train(lambda: any("no anchor for version" in line for line in told.lines))
+    train(lambda: _newest(bucket).anchor is not None)
+    anchored = _newest(bucket).version.seq
+    # and on from there
+    learn(model, optimizer, next(ids), single)
+    published.step(published.last_step + 1)
+    return {"anchored": anchored, "finished": published.finish(), "told": told.lines}
+
+
+def _of_all(value: Any) -> list[Any]:
+    """Of every process."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _newest(bucket: str) -> Manifest:
+    latest = BucketReader(open_store(bucket)).latest()
+    assert latest is not None
+    return latest
+
+
+def _lose_and_ask(bucket: str) -> None:
+    """What a server does that was started on version 0 when the delta of version 2 is lost for good."""
+    reader = BucketReader(open_store(bucket))
+    newest = _newest(bucket)
+    lost = reader.manifest(2).delta
+    assert lost is not None
+    reader.store.delete([lost.objects[0].key])
+    first = reader.manifest(0)
+    ack = Ack("server", first.version, first.digest, "degraded", "lost", None, time.time(), newest.version)
+    reader.write_ack(ack)

@@ -13,15 +13,21 @@ import pytest
 from faulty_store import FaultyStore, Gate
 from torch.distributed import HashStore
 
+from delta_wire.acks import Ack
+from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest, digest_tensor
 from delta_wire.errors import StoreError, WriterConflictError
+from delta_wire.manifest import VersionId
 from delta_wire.replay import materialise, verify
 from delta_wire.shards import Shard
 from delta_wire.state import Delta, TensorDelta
 from trl_delta.config import DeltaSyncConfig
 from trl_delta.pace import Pace
 from trl_delta.ranks import RankError, Ranks
+from trl_delta.replica import ReplayedAnchors
+from trl_delta.requests import AnchorRequests
 from trl_delta.rounds import Opened, PartWriter
+from trl_delta.rows import Rows, upload_rows
 from trl_delta.sharded import ShardedPublisher
 
 WAIT_S = 30.0
@@ -47,11 +53,14 @@ class Rank:
             run.table,
             Opened(run.writer.head, run.writer.next_seq, run.writer if rank == 0 else None),
             dict.fromkeys(run.table, self.shard),
+            fleet.anchors if rank == 0 else None,
         )
         self.publisher = ShardedPublisher(
             ranks,
             writer,
             starts={name: start for name, (start, _) in self.spans.items()},
+            sizes={name: stop - start for name, (start, stop) in self.spans.items() if stop > start},
+            snapshot=lambda name: self.held[name].copy(),
             step=0,
             encoding=encoding,
             mirror={name: bits.copy() for name, bits in self.held.items()} if encoding == "context" else None,
@@ -87,12 +96,13 @@ class Rank:
         if publisher.failure is not None:
             self.failures.append(str(publisher.failure))
         elif turn:
-            try:
-                delta = self.extract()
-            except ValueError as error:
-                publisher.skip(error, step=step, stops=False)
-            else:
-                publisher.submit(delta, digest=self.digest(), step=step)
+            with publisher.extracting:
+                try:
+                    delta = self.extract()
+                except ValueError as error:
+                    publisher.skip(error, step=step, stops=False)
+                else:
+                    publisher.submit(delta, digest=self.digest(), step=step)
         return turn and publisher.failure is None
 
 
@@ -104,6 +114,16 @@ class Fleet:
         self.count = count
         self.turn_timeout_s = turn_timeout_s
         self.keys = HashStore()
+        self.clock_s = 1000.0
+        self.anchors = ReplayedAnchors(
+            run.store,
+            run.table,
+            run.writer.head,
+            factor=1e6,
+            make_reader=run.reader,
+            files=run.base,
+            requests=AnchorRequests(clock=lambda: self.clock_s),
+        )
         self.ranks = [Rank(self, rank, encoding) for rank in range(count)]
         self.steps = 0
 
@@ -124,6 +144,12 @@ class Fleet:
         while not all(self.step()):
             assert time.monotonic() < until_s
             time.sleep(0.001)
+
+    def ask(self, seq: int) -> None:
+        """A server cannot get past a version."""
+        run = self.run.writer.version.run
+        ack = Ack("a", VersionId(run, 1, 0), Digest(), "degraded", "lost", None, 1.0, VersionId(run, 1, seq))
+        self.ranks[0].publisher.heed([ack])
 
     def settle(self) -> None:
         assert all(rank.publisher.wait(WAIT_S) for rank in self.ranks)
@@ -334,6 +360,95 @@ def test_an_error_between_two_rounds_stops_all(make_fleet, failing: int):
     fleet.ranks[failing].publisher._advance_mirror = fail
     fleet.ranks[failing].publisher._mirror = {}
     assert all("a bug" in reason for reason in stopped(fleet))
+
+
+def test_a_server_that_asks_gets_an_anchor_of_what_the_ranks_remember(make_fleet, tmp_path: Path, monkeypatch):
+    """And not of what the bucket holds, from which the server has been cut off."""
+    fleet = make_fleet()
+    for _ in range(2):
+        fleet.step_until_turn()
+        fleet.settle()
+    lost = fleet.run.reader().manifest(1).delta.objects[0].key
+    fleet.run.store.delete([lost])
+    fleet.ask(2)
+    publisher = fleet.ranks[0].publisher
+    assert publisher.needs_step
+    gate = Gate()
+
+    def upload_later(store, *args, **kwargs) -> Rows:
+        if store is fleet.ranks[1].store:
+            gate("rows")
+        return upload_rows(store, *args, **kwargs)
+
+    monkeypatch.setattr("trl_delta.sharded.upload_rows", upload_later)
+    while not gate.reached.wait(0.1):
+        fleet.step()
+    assert not publisher.needs_step
+    # what each remembers goes on while it is read
+    later = [fleet.step() for _ in range(3)]
+    gate.open()
+    fleet.settle()
+    fleet.step_until_turn()
+    fleet.settle()
+    reader = fleet.run.reader()
+    anchored = [manifest for manifest in reader.walk(reader.latest()) if manifest.anchor and manifest.version.seq]
+    assert len(anchored) == 1 and any(all(turn) for turn in later)
+    assert anchored[0].version.seq < reader.latest().version.seq
+    folder = reader.fetch_anchor(anchored[0], tmp_path / "anchor")
+    assert Checkpoint(folder).digest() == anchored[0].digest and (folder / "config.json").is_file()
+    assert not [info.key for info in fleet.run.store.list("anchors/") if "-rows/" in info.key]
+    with materialise(reader, reader.latest()) as state:
+        assert all(np.array_equal(state.bits(name), bits) for name, bits in fleet.run.bits.items())
+    # one answers all that were before it, and the next comes after ten minutes
+    fleet.ask(2)
+    assert not publisher.needs_step
+    fleet.ask(reader.latest().version.seq)
+    assert not publisher.needs_step
+    fleet.clock_s += 600.0
+    assert publisher.needs_step
+
+
+def test_rows_that_cannot_be_brought_together_cost_the_anchor_and_not_the_version(make_fleet, monkeypatch, caplog):
+    fleet = make_fleet()
+    fleet.step()
+    fleet.settle()
+    tries = []
+
+    def full(*args: object, **kwargs: object) -> None:
+        tries.append(1)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("trl_delta.rows.write_tensors", full)
+    fleet.ask(1)
+    while not tries:
+        fleet.step_until_turn()
+        fleet.settle()
+    assert "No space left on device" in caplog.text
+    newest = fleet.run.reader().latest()
+    assert newest.version.seq > 1 and newest.anchor is None
+    # not at every version: after a minute
+    assert not fleet.ranks[0].publisher.needs_step
+    monkeypatch.undo()
+    fleet.clock_s += 60.0
+    assert fleet.ranks[0].publisher.needs_step
+    while fleet.run.reader().latest().anchor is None:
+        # nothing changes any more
+        fleet.step(per_tensor=0)
+        fleet.settle()
+    fleet.assert_bucket_holds_the_weights()
+
+
+def test_a_wait_for_servers_ends_where_only_the_next_step_helps_them(make_fleet):
+    fleet = make_fleet()
+    fleet.step()
+    fleet.settle()
+    publisher = fleet.ranks[0].publisher
+    pace = Pace("the bucket", DeltaSyncConfig(), publisher, NoServers())  # pyright: ignore[reportArgumentType]
+    fleet.ask(1)
+    began_s = time.monotonic()
+    assert not pace.wait(0)
+    # and not after delta_sync_lag_timeout_s
+    assert time.monotonic() - began_s < 60
 
 
 def test_parts_of_another_state_are_never_committed(make_fleet):
