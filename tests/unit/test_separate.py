@@ -221,10 +221,25 @@ def test_what_cannot_be_published_by_itself_is_refused(tiny_model, tmp_path):
         started(vera, tmp_path / "vera")
 
 
-def test_another_active_adapter_ends_publishing(tiny_model, tmp_path):
+def test_another_active_adapter_is_never_published_as_the_runs(tiny_model, tmp_path, caplog):
     model = adapt(tiny_model("qwen3"))
     session = started(model, tmp_path / "bucket")
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.set_adapter("second")
+    session.step(1)
+    session.step(2)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("trl_delta")]
+    assert len(said) == 1 and "the active adapter is second, it was default" in said[0]
+    assert not session.publisher.wait(60) and newest(tmp_path / "bucket").version.seq == 0
+    # and on with the one that the run began with
+    model.set_adapter("default")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B.default" in name:
+                param.add_(1)
+    session.step(3)
+    assert session.finish() and newest(tmp_path / "bucket").step == 3
+    session = started(model, tmp_path / "second", delta_sync_on_failure="stop")
     model.set_adapter("second")
     with pytest.raises(SetupError, match="the active adapter is second, it was default"):
         session.step(1)
