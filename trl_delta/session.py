@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from delta_wire.errors import BaseMismatchError, SetupError
+from delta_wire.errors import SetupError
 from delta_wire.state import TensorTable, num_changed
 from delta_wire.stores import Store
 from trl_delta.acks import AckWatcher
@@ -250,7 +250,7 @@ class DeltaSyncSession:
     def _require_base_unmoved(self) -> bool:
         try:
             self.content.require_base_unmoved()
-        except BaseMismatchError as error:
+        except Exception as error:
             if self.config.delta_sync_on_failure == "stop":
                 raise
             logger.warning("delta sync: %s", error)

@@ -233,6 +233,7 @@ def test_another_active_adapter_is_never_published_as_the_runs(tiny_model, tmp_p
     assert not session.publisher.wait(60) and newest(tmp_path / "bucket").version.seq == 0
     # and on with the one that the run began with
     model.set_adapter("default")
+    model.delete_adapter("second")
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B.default" in name:
@@ -240,6 +241,7 @@ def test_another_active_adapter_is_never_published_as_the_runs(tiny_model, tmp_p
     session.step(3)
     assert session.finish() and newest(tmp_path / "bucket").step == 3
     session = started(model, tmp_path / "second", delta_sync_on_failure="stop")
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
     model.set_adapter("second")
     with pytest.raises(SetupError, match="the active adapter is second, it was default"):
         session.step(1)
