@@ -138,10 +138,36 @@ def test_without_a_proven_undo_generation_is_held_until_resync(following: Server
     assert engine.paused and "generation is paused" in status["reason"]
 
     engine.hooks.clear()
+    ended.clear()
     status = following.step()
     assert not engine.paused and (status["state"], status["seq"]) == ("serving", 2)
     assert following.weights() == following.loaded()
     assert ("reset", f"{status['version'][:-2]}-0") in engine.renewed
+    # nobody gets a token of the base that the way back went over
+    assert [paused for state, paused in ended if state == "done"] == [True, True]
+
+
+def test_what_is_written_back_counts_when_it_is_proven(following: Server):
+    publish(following)
+    following.step()
+    engine = following.engine
+    engine.workers[0].model.flip("norm")
+    answer = following.coordinator.verify()
+    following.step()
+    assert not answer.result(0)["equal"] and engine.paused
+
+    def spoiled(rank: int, call: Callable[[], Any]) -> Any:
+        reply = call()
+        engine.workers[rank].model.flip("o")
+        return reply
+
+    engine.hooks["delta_commit"] = spoiled
+    status = following.step()
+    assert engine.paused and "back the live weights have digest" in status["reason"]
+    engine.hooks.clear()
+    status = following.step()
+    assert not engine.paused and (status["state"], status["seq"]) == ("serving", 1)
+    assert following.weights() == following.loaded()
 
 
 def test_resync_from_the_anchor_when_the_served_folder_is_gone(following: Server, tmp_path: Path):
