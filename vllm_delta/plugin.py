@@ -175,16 +175,16 @@ def _require_bucket(extension: Any) -> None:
 
 
 def _require_extension(extension: Any) -> None:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
+    # what an extension of somebody else imports is no business of the API server
+    if not extension:
+        raise _without_extension(extension)
 
-    from vllm_delta.worker import DeltaWorkerExtension
 
-    found = resolve_obj_by_qualname(extension) if isinstance(extension, str) and extension else extension
-    if not (isinstance(found, type) and issubclass(found, DeltaWorkerExtension)):
-        raise SetupError(
-            f"{BUCKET} is set, but the server was started without our worker extension (found {extension!r}): add "
-            f"--worker-extension-cls vllm_delta.DeltaWorkerExtension, or unset {BUCKET}"
-        )
+def _without_extension(found: Any) -> SetupError:
+    return SetupError(
+        f"{BUCKET} is set, but the server was started without our worker extension (found {found!r}): add "
+        f"--worker-extension-cls vllm_delta.DeltaWorkerExtension, or unset {BUCKET}"
+    )
 
 
 def _check_executor() -> None:
@@ -196,15 +196,27 @@ def _check_executor() -> None:
 
     @functools.wraps(start)
     def checked(executor: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        # vLLM runs the replicas of other models as engines of their own, each with a size of 1
-        if vllm_config.parallel_config.data_parallel_size > 1:
-            raise SetupError(
-                "mixture-of-experts models with data parallelism are not supported yet in this release of "
-                f"delta-weight-sync: unset {BUCKET}, or serve with --data-parallel-size 1"
-            )
+        _require_followable(vllm_config.parallel_config)
         start(executor, vllm_config, *args, **kwargs)
 
     executor_class.__init__ = checked
+
+
+def _require_followable(parallel_config: Any) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from vllm_delta.worker import DeltaWorkerExtension
+
+    name = parallel_config.worker_extension_cls
+    found = resolve_obj_by_qualname(name) if isinstance(name, str) and name else name
+    if not (isinstance(found, type) and issubclass(found, DeltaWorkerExtension)):
+        raise _without_extension(name)
+    # vLLM runs the replicas of other models as engines of their own, each with a size of 1
+    if parallel_config.data_parallel_size > 1:
+        raise SetupError(
+            "mixture-of-experts models with data parallelism are not supported yet in this release of "
+            f"delta-weight-sync: unset {BUCKET}, or serve with --data-parallel-size 1"
+        )
 
 
 def _settings_of(core: Any) -> Settings:

@@ -79,13 +79,16 @@ def refused(call, text):
 from vllm.v1.engine.core_client import InprocClient
 refused(lambda: InprocClient(), "VLLM_ENABLE_V1_MULTIPROCESSING")
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-parallel = types.SimpleNamespace(data_parallel_size=2)
-refused(lambda: UniProcExecutor(types.SimpleNamespace(parallel_config=parallel)), "data parallelism")
+def execute(name, size):
+    parallel = types.SimpleNamespace(worker_extension_cls=name, data_parallel_size=size)
+    UniProcExecutor(types.SimpleNamespace(parallel_config=parallel))
+refused(lambda: execute("", 1), "--worker-extension-cls")
+refused(lambda: execute("vllm_delta.worker.Rank", 1), "--worker-extension-cls")
+refused(lambda: execute("vllm_delta.DeltaWorkerExtension", 2), "data parallelism")
 from vllm.engine.arg_utils import AsyncEngineArgs
 def start(name):
     AsyncEngineArgs(model="/nowhere", worker_extension_cls=name).create_engine_config()
 refused(lambda: start(""), "--worker-extension-cls")
-refused(lambda: start("vllm_delta.worker.Rank"), "--worker-extension-cls")
 try:
     # ours gets as far as the model
     start("vllm_delta.DeltaWorkerExtension")
