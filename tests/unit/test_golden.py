@@ -10,6 +10,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import second_encodings
+import second_format
 import second_reader
 from safetensors import safe_open
 
@@ -86,7 +88,7 @@ def test_the_second_reader_reads_the_golden_buckets(name: str):
     found = [
         {
             "seq": manifest["version"]["seq"],
-            "digest": str(second_reader.digest_state(state)),
+            "digest": str(second_format.digest_state(state)),
             "sha256": sha256_of(state),
         }
         for manifest, state in versions
@@ -95,18 +97,18 @@ def test_the_second_reader_reads_the_golden_buckets(name: str):
 
 
 def test_the_golden_deltas_are_of_every_kind():
-    def headers(encoding: str, seq: int) -> second_reader.Safetensors:
+    def headers(encoding: str, seq: int) -> second_format.Safetensors:
         (path,) = (GOLDEN / encoding / "deltas").glob(f"{seq:012d}-*")
-        return second_reader.Safetensors(path.read_bytes())
+        return second_format.Safetensors(path.read_bytes())
 
     assert {"layer.0.proj.weight.indices", "layer.0.proj.weight.values", "embed.weight"} <= headers(
         "plain", 2
     ).entries.keys()
     assert headers("plain", 3).entries == {} and headers("packed", 3).entries.keys() == {"delta.0"}
     # new bits in place of steps
-    assert second_reader.Blob(headers("packed", 2).bytes("delta.0", ("U8",), None)).values.bits
+    assert second_encodings.Blob(headers("packed", 2).bytes("delta.0", ("U8",), None)).values.bits
     # ranks within exponents
-    directory = second_reader.Blob(headers("context", 1).bytes("delta.0", ("U8",), None)).directory
+    directory = second_encodings.Blob(headers("context", 1).bytes("delta.0", ("U8",), None)).directory
     entries = [(directory.exp_golomb(0), directory.exp_golomb(8)) for _ in range(directory.exp_golomb(4))]
     assert 0 in [count for _, count in entries]
 
@@ -133,7 +135,7 @@ def test_the_golden_parts_are_of_every_kind():
 
 @pytest.mark.parametrize("path", data_files(), ids=lambda path: path.relative_to(GOLDEN).as_posix())
 def test_data_files_open_as_safetensors(path: Path):
-    own = second_reader.Safetensors(path.read_bytes())
+    own = second_format.Safetensors(path.read_bytes())
     with safe_open(path, "np") as file:
         assert set(file.keys()) == own.entries.keys() and file.metadata() == own.metadata
         assert all(file.get_slice(name).get_shape() == own.entries[name]["shape"] for name in file.keys())  # noqa: SIM118
@@ -176,7 +178,7 @@ def test_the_second_reader_refuses_damage(bucket: str, damage, complaint: str, t
         (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / key).write_bytes(raw)
     damage(tmp_path)
-    with pytest.raises(second_reader.Refused, match=complaint):
+    with pytest.raises(second_format.Refused, match=complaint):
         list(second_reader.replay(tmp_path, anchor_of(tmp_path)))
 
 
@@ -207,7 +209,7 @@ def test_the_second_reader_reads_adapters(tmp_path: Path):
     digest = digest + change_of_digest(delta)
     writer.publish(delta, digest=digest, step=1)
     (_, (manifest, state)) = second_reader.replay(tmp_path / "bucket", anchor_of(tmp_path / "bucket"))
-    assert manifest["adapter"]["name"] == "policy" and str(second_reader.digest_state(state)) == str(digest)
+    assert manifest["adapter"]["name"] == "policy" and str(second_format.digest_state(state)) == str(digest)
     assert sha256_of(state) == sha256_of(bits)
 
 
@@ -237,7 +239,7 @@ def require_agreement(encoding: str, before: Bits, after: Bits, path: Path) -> N
     decoded = encodings.get(encoding).decode(path, table, path.name, before.__getitem__)
     shapes = {name: list(spec.shape) for name, spec in table.items()}
     state = {name: bits.tolist() for name, bits in before.items()}
-    changes = second_reader.decode(path.read_bytes(), encoding, shapes, state)
+    changes = second_encodings.decode(path.read_bytes(), encoding, shapes, state)
     assert changes.keys() == decoded.keys()
     for name, bits in after.items():
         project, second = before[name].copy(), before[name].copy()
@@ -275,7 +277,7 @@ def test_both_readers_agree_across_slabs(encoding: str, tmp_path: Path):
     if encoding == "context":
         # the first tensor of the first blob is coded by rank
         entry = f"{blob.PREFIX}0"
-        directory = second_reader.Blob(
-            second_reader.Safetensors(path.read_bytes()).bytes(entry, ("U8",), None)
+        directory = second_encodings.Blob(
+            second_format.Safetensors(path.read_bytes()).bytes(entry, ("U8",), None)
         ).directory
         assert directory.exp_golomb(4) >= 1 and (directory.exp_golomb(0), directory.exp_golomb(8)) == (0, 0)

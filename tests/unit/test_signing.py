@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+import second_format
 import second_reader
 
 pytest.importorskip("cryptography")
@@ -56,14 +57,14 @@ def test_a_signed_run_is_read_with_the_key_and_without_one(signed, signer: Signe
     other, own = bytes(31) + b"\1", bytes.fromhex(signer.public_key)
     for keys in ((), (other, own)):
         assert len(list(second_reader.replay(signed.store.root, signed.base, keys))) == 2
-    with pytest.raises(second_reader.Refused, match="signature"):
+    with pytest.raises(second_format.Refused, match="signature"):
         list(second_reader.replay(signed.store.root, signed.base, (other,)))
 
 
 def test_an_unsigned_manifest_is_refused(run, signer: Signer):
     with pytest.raises(SignatureError, match="is not signed"):
         BucketReader(run.store, signer.verifier()).latest()
-    with pytest.raises(second_reader.Refused, match="signature"):
+    with pytest.raises(second_format.Refused, match="signature"):
         list(second_reader.replay(run.store.root, run.base, (bytes.fromhex(signer.public_key),)))
 
 
@@ -90,7 +91,7 @@ def test_changed_manifests_are_refused(signed, signer: Signer, edit):
     forge(signed, edit)
     with pytest.raises((SignatureError, FormatError)):
         BucketReader(signed.store, signer.verifier()).latest()
-    with pytest.raises(second_reader.Refused):
+    with pytest.raises(second_format.Refused):
         list(second_reader.replay(signed.store.root, signed.base, (bytes.fromhex(signer.public_key),)))
 
 

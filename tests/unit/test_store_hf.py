@@ -11,7 +11,8 @@ import time
 from collections import Counter
 
 import pytest
-from hub_server import READ_TOKEN, WRITE_TOKEN, HubServer
+from hub_server import HubServer
+from hub_state import READ_TOKEN, WRITE_TOKEN
 from store_contract import CALLS, StoreContract, require_plain
 
 from delta_wire.errors import (
