@@ -69,6 +69,7 @@ class AckWatcher:
         self._listeners: list[Callable[[int], None]] = []
         self._start_seq = publisher.durable_seq
         self._polls = 0
+        self._failing = False
         self._seq: int | None = None
         self._advanced = threading.Condition()
         self._stop = threading.Event()
@@ -117,7 +118,15 @@ class AckWatcher:
                 self._stop.wait(min(_HINT_PAUSE_S, self._poll_s))
             self._wake.clear()
             last = self._stop.is_set()
-            self.poll()
+            try:
+                self.poll()
+            except Exception as error:
+                # a thread that dies in silence would leave every label where it is
+                if not self._failing:
+                    logger.exception("delta sync: cannot tell what the servers serve, which is tried again: %s", error)
+                self._failing = True
+            else:
+                self._failing = False
             if last:
                 return
 

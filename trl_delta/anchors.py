@@ -10,7 +10,7 @@ from pathlib import Path
 from delta_wire.anchors import anchor_prefix, stream_anchor
 from delta_wire.chain import BucketReader
 from delta_wire.digest import Digest
-from delta_wire.errors import DeltaError, StoreError
+from delta_wire.errors import DeltaError
 from delta_wire.manifest import AnchorPart, Manifest
 from delta_wire.state import OldBits, TensorTable
 from delta_wire.stores import Store
@@ -97,7 +97,8 @@ class AnchorMaker:
                 files=self._files,
                 single_file=self._single_file,
             )
-        except StoreError as error:
+        except OSError as error:
+            # of the bucket, or of the folder for temporary files
             self._wait_longer()
             logger.warning("delta sync: no anchor for version %d this time: %s", seq, error)
             return None

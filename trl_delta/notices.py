@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 
 from delta_wire.acks import Ack
-from delta_wire.errors import StoreError
 from delta_wire.manifest import VersionId
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ class Notices:
         self._url = url
         self.is_outage = self._is_skipping = self._said_no_anchor = False
 
-    def outage(self, seq: int, error: StoreError) -> None:
+    def outage(self, seq: int, error: OSError) -> None:
         """Version `seq` could not be written this time."""
         if self.is_outage:
             logger.debug("delta sync: still no version %d: %s", seq, error)
@@ -31,8 +30,8 @@ class Notices:
         self.is_outage = True
         logger.warning(
             "delta sync: cannot publish version %d to %s: %s. Training goes on and no change is lost: later changes "
-            "are gathered and publishing is tried again. Make the bucket reachable again; if it is gone for good, "
-            "start a new run with an empty bucket.",
+            "are gathered and publishing is tried again. Make the bucket reachable again, or room on this machine if "
+            "that is what is missing; if the bucket is gone for good, start a new run with an empty one.",
             seq,
             self._url,
             error,

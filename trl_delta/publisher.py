@@ -13,7 +13,7 @@ import numpy as np
 from delta_wire.acks import Ack
 from delta_wire.bucket import Published
 from delta_wire.digest import Digest
-from delta_wire.errors import RateLimitedError, StoreError
+from delta_wire.errors import RateLimitedError
 from delta_wire.manifest import AnchorPart, VersionId
 from delta_wire.state import Delta, OldBits, compose
 from delta_wire.stores import Store
@@ -272,7 +272,8 @@ class Publisher(Ledger):
                 if item.is_answer and anchor is None:
                     return None
                 return self._write(item, anchor)
-            except StoreError as error:
+            except OSError as error:
+                # of the bucket, or of the folder for temporary files
                 self.notices.outage(self._durable_seq + 1, error)
                 limited_s = error.retry_after_s if isinstance(error, RateLimitedError) else 0.0
                 if self._abandon.wait(max(pause_s, limited_s)):

@@ -146,7 +146,8 @@ class ReplayedAnchors(AnchorMaker):
                 if self._closing.is_set():
                     return
                 state.apply(step)
-        except (DeltaError, OSError) as error:
+        except Exception as error:
+            # whatever it is: the next one is tried, and no thread dies in silence
             if not self._closing.is_set():
                 self._postpone(f"a version after {to.version.seq}", error)
         else:

@@ -17,7 +17,7 @@ from typing import Any
 
 from delta_wire.bucket import BucketWriter, Published
 from delta_wire.digest import Digest
-from delta_wire.errors import DigestMismatchError, StoreError
+from delta_wire.errors import DigestMismatchError
 from delta_wire.manifest import AnchorPart, Manifest, VersionId, manifest_key
 from delta_wire.parts import Part, upload_part
 from delta_wire.shards import Shard
@@ -145,8 +145,8 @@ class PartWriter:
         Returns:
             [`~delta_wire.bucket.Published`]: the same on every process; of the version before if nothing changed.
 
-        After a [`~delta_wire.errors.StoreError`] call again with the same delta. [`RankError`] if another process
-        failed, [`Abandoned`] if publishing was closed.
+        After an `OSError`, of the bucket or of this machine, call again with the same delta. [`RankError`] if another
+        process failed, [`Skipped`] if one has no part, [`Abandoned`] if publishing was closed.
         """
         if anchor is not None:
             raise ValueError("PartWriter.publish: an anchor needs the whole weights, which no process has")
@@ -176,7 +176,8 @@ class PartWriter:
                 self._ranks.put(self._key(self._ranks.rank), contribution.to_json())
                 current.reported = True
             outcome = self._lead(current, step) if self._ranks.is_first else self._follow()
-        except (StoreError, Abandoned):
+        except (OSError, Abandoned):
+            # of the bucket, or of the folder for temporary files: tried again
             raise
         except Skipped:
             self._round = None

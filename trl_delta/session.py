@@ -274,7 +274,8 @@ class DeltaSyncSession:
         return asdict(Resumed(version.run, self.publisher.durable_seq, digest, self._last_step))
 
     def metrics(self) -> dict[str, float]:
-        """What the trainer logs; bytes and ratio are those of the newest durable version."""
+        """What the trainer logs; bytes and ratio are those of the newest durable version, and so is what has changed
+        where several processes publish."""
         metrics: dict[str, float] = {
             "delta/changed_frac": self._changed_frac,
             "delta/extract_s": self._extract_s,
@@ -285,6 +286,9 @@ class DeltaSyncSession:
             metrics["delta/bytes"] = record.delta_bytes
             metrics["delta/ratio"] = record.delta_bytes / self.table.full_bytes
             metrics["delta/publish_s"] = record.publish_s
+            if self._ranks.count > 1:
+                # the part of this process says little about the others'
+                metrics["delta/changed_frac"] = record.num_changed / self.table.num_params
         served = self.watcher.seq
         if served is not None:
             metrics["delta/served_version"] = served

@@ -216,6 +216,27 @@ def test_the_thread_polls_by_itself_and_wait_for_returns():
         watcher.close()
 
 
+def test_an_error_that_nobody_expects_is_told_once_and_the_thread_goes_on(caplog):
+    acks, tries = [ack("a", 9)], []
+    watcher = AckWatcher(lambda: acks, FakePublisher(9), poll_s=0.01)  # pyright: ignore[reportArgumentType]
+
+    def fail(step: int) -> None:
+        tries.append(step)
+        if len(tries) < 4:
+            raise ZeroDivisionError("a bug")
+
+    try:
+        watcher.add_listener(fail)
+        assert watcher.wait_for(9, 60)
+        until_s = time.monotonic() + 60
+        while len(tries) < 5:
+            assert time.monotonic() < until_s
+            time.sleep(0.005)
+        assert sum("a bug" in record.getMessage() for record in caplog.records) == 1
+    finally:
+        watcher.close()
+
+
 def test_labels_follow_the_acknowledged_weights_and_not_the_sync():
     told: list[int] = []
     step = 0

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from training import pointed_to
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from yaml_training import copy_configs
 
 from delta_wire.bucket import BucketReader
 from delta_wire.errors import BaseMismatchError, SetupError
@@ -117,6 +119,28 @@ def test_report_to_delta_sync_needs_no_callback(tiny_model, tmp_path, monkeypatc
     trainer.train()
     assert pointed_to(tmp_path / "bucket").step == 4
     assert_bucket_holds(tmp_path / "bucket", trainer.model)
+
+
+def test_report_to_delta_sync_works_in_trls_own_script(tiny_model, tmp_path, monkeypatch):
+    """What `trl grpo` runs, with a YAML file and no code: the reward function's module brings the callback."""
+    from trl.scripts.grpo import main, make_parser
+
+    folder = copy_configs(tmp_path / "cpu", tiny_model("qwen3"))
+    given = yaml.safe_load((folder / "grpo.yaml").read_text())
+    given = {name: value for name, value in given.items() if "vllm" not in name and name != "delta_sync"}
+    given |= {
+        "report_to": ["delta_sync"],
+        "reward_funcs": ["rewards.digits", "trl_delta.rewards.none"],
+        "env": {"DELTA_SYNC_BUCKET": str(tmp_path / "bucket")},
+    }
+    (folder / "own.yaml").write_text(yaml.safe_dump(given))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    # the parser sets it for good
+    monkeypatch.setenv("DELTA_SYNC_BUCKET", "")
+    main(*make_parser().parse_args_and_config(["--config", "own.yaml"]))
+    assert pointed_to(tmp_path / "bucket").step == given["max_steps"]
+    assert all(check.ok for check in verify(BucketReader(open_store(tmp_path / "bucket"))))
 
 
 def test_report_to_delta_sync_without_a_bucket_is_refused(tiny_model, tmp_path, monkeypatch):

@@ -171,6 +171,14 @@ def test_a_publication_that_stops_at_any_object_is_finished_later(trainer, tmp_p
     assert np.array_equal(trainer.replayed(tmp_path), trainer.bits)
 
 
+def test_no_room_for_temporary_files_is_an_outage_too(trainer, tmp_path, caplog):
+    trainer.store.fault = refuse(OSError(28, "No space left on device"), times=3)
+    trainer.change(1, 1)
+    assert trainer.publisher.wait(10)
+    assert "No space left on device" in warnings_of(caplog)[0] and "room on this machine" in warnings_of(caplog)[0]
+    assert np.array_equal(trainer.replayed(tmp_path), trainer.bits)
+
+
 def test_a_removed_bucket_is_an_outage_and_not_the_end(trainer, caplog):
     trainer.store.drop()
     trainer.change(1, 1)
