@@ -20,7 +20,9 @@ class Notices:
 
     def __init__(self, url: str):
         self._url = url
-        self.is_outage = self._is_skipping = self._said_no_anchor = False
+        self.is_outage = self._said_no_anchor = False
+        # newest step that could not be looked at, until a later one is published
+        self._skipped_step: int | None = None
 
     def outage(self, seq: int, error: OSError) -> None:
         """Version `seq` could not be written this time."""
@@ -39,10 +41,10 @@ class Notices:
 
     def skipped(self, step: int, reason: object) -> None:
         """The weights of a step could not be looked at, here or on another process."""
-        if self._is_skipping:
+        is_news, self._skipped_step = self._skipped_step is None, step
+        if not is_news:
             logger.debug("delta sync: step %d is not published either: %s", step, reason)
             return
-        self._is_skipping = True
         logger.warning(
             "delta sync: the weights of step %d could not be looked at and are not published: %s. Training goes on, "
             "and the next version contains what has changed. Set delta_sync_on_failure=stop to end training in place "
@@ -51,13 +53,14 @@ class Notices:
             reason,
         )
 
-    def published(self, version: VersionId) -> None:
-        """A version is durable."""
+    def published(self, version: VersionId, step: int) -> None:
+        """A version with the weights of a step is durable."""
         if self.is_outage:
+            self.is_outage = False
             logger.warning("delta sync: %s can be written again; version %s is published", self._url, version)
-        elif self._is_skipping:
+        if self._skipped_step is not None and step > self._skipped_step:
+            self._skipped_step = None
             logger.warning("delta sync: version %s is published, with what had been left out before", version)
-        self.is_outage = self._is_skipping = False
 
     def no_anchor(self, ack: Ack) -> None:
         """A server asks for what the settings forbid."""

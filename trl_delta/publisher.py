@@ -324,7 +324,7 @@ class Publisher(Ledger):
             self._anchors.published(published.manifest)
         if self._mirror is not None:
             self._advance_mirror(self._mirror, item.delta)
-        self.notices.published(published.manifest.version)
+        self.notices.published(published.manifest.version, item.step)
         with self._changed:
             self._enter(published, step=item.step, submitted_s=item.submitted_s)
             self._in_flight = None

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,19 @@ class Resumed:
     seq: int
     digest: str
     step: int
+
+    def compare(self, digest: str, step: int) -> None:
+        """Warn if the weights that were loaded, with this digest, are not those that were saved."""
+        # of several processes none knows the digest of all when it saves
+        if self.digest not in ("", digest):
+            logger.warning(
+                "delta sync: the weights of step %d have digest %s, those that the checkpoint was saved with had %s; "
+                "they were saved in another precision, or something has changed them since (an adapter that was "
+                "merged twice?). What is published is what they are now.",
+                step,
+                digest,
+                self.digest,
+            )
 
     @classmethod
     def parse(cls, saved: object) -> Resumed | None:

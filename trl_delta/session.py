@@ -17,6 +17,7 @@ from trl_delta.config import DeltaSyncConfig
 from trl_delta.content import Content
 from trl_delta.detector import Detector
 from trl_delta.joint import make_publisher, open_everywhere
+from trl_delta.metrics import version_metrics
 from trl_delta.names import LiveTensor
 from trl_delta.opening import open_run
 from trl_delta.pace import Pace
@@ -113,15 +114,8 @@ class DeltaSyncSession:
         self._ranks = ranks = Ranks.join(world_size)
         store = open_everywhere(self.bucket, ranks)
         content = Content(model, self.config, ranks, processing_class)
-        if resumed is not None and resumed.digest not in ("", str(content.digest)):
-            logger.warning(
-                "delta sync: the weights of step %d have digest %s, those that the checkpoint was saved with had %s; "
-                "they were saved in another precision, or something has changed them since (an adapter that was "
-                "merged twice?). What is published is what they are now.",
-                step,
-                content.digest,
-                resumed.digest,
-            )
+        if resumed is not None:
+            resumed.compare(str(content.digest), step)
         made: list[Upkeep] = []
         ranks.all_do(lambda: made.append(Upkeep(self.bucket, self.config, signs=ranks.is_first)))
         (self._upkeep,) = made
@@ -274,26 +268,12 @@ class DeltaSyncSession:
         return asdict(Resumed(version.run, self.publisher.durable_seq, digest, self._last_step))
 
     def metrics(self) -> dict[str, float]:
-        """What the trainer logs; bytes and ratio are those of the newest durable version, and so is what has changed
-        where several processes publish."""
-        metrics: dict[str, float] = {
-            "delta/changed_frac": self._changed_frac,
-            "delta/extract_s": self._extract_s,
-            "delta/version": self.publisher.durable_seq,
-        }
-        if self.publisher.records:
-            record = self.publisher.records[-1]
-            metrics["delta/bytes"] = record.delta_bytes
-            metrics["delta/ratio"] = record.delta_bytes / self.table.full_bytes
-            metrics["delta/publish_s"] = record.publish_s
-            if self._ranks.count > 1:
-                # the part of this process says little about the others'
-                metrics["delta/changed_frac"] = record.num_changed / self.table.num_params
-        served = self.watcher.seq
-        if served is not None:
-            metrics["delta/served_version"] = served
-            metrics["delta/lag_versions"] = max(0, self.publisher.durable_seq - served)
-        return metrics
+        """What the trainer logs; bytes and ratio are those of the newest durable version, and so is the share of what
+        has changed where several processes publish a part each."""
+        metrics = version_metrics(self.publisher, self.watcher, self.table)
+        if self._ranks.count == 1:
+            metrics["delta/changed_frac"] = self._changed_frac
+        return {"delta/changed_frac": 0.0, **metrics, "delta/extract_s": self._extract_s}
 
     def _extract(self, turn: bool = True) -> None:
         """Look at the weights and hand over what has changed.
