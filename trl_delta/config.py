@@ -56,8 +56,10 @@ class DeltaSyncConfig:
             gradients and optimizer state, half of what is free on the host.
         delta_sync_on_failure (`str`, *optional*, defaults to `"warn"`):
             What an error does that another try cannot mend (another writer, a foreign object): `"warn"` reports it
-            once and trains on without publishing, `"stop"` raises it in the training loop. A bucket out of reach is
-            neither: it is tried again for as long as training lasts.
+            once and trains on without publishing, `"stop"` raises it in the training loop, on all processes after the
+            same step. With `"warn"`, weights that cannot be looked at (no memory left) cost a version, and the next
+            one contains what has changed. A bucket out of reach is neither: it is tried again for as long as training
+            lasts.
         delta_sync_close_timeout_s (`float`, *optional*, defaults to `120.0`):
             Seconds to wait after training until the last version is durable.
         delta_sync_expected_servers (`int`, *optional*, defaults to `1`):

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from delta_wire.acks import Ack
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest, digest_tensor
-from delta_wire.errors import StoreError, WriterConflictError
+from delta_wire.errors import SetupError, StoreError, WriterConflictError
 from delta_wire.manifest import VersionId
 from delta_wire.replay import materialise, verify
 from delta_wire.shards import Shard
@@ -351,6 +351,14 @@ def test_a_rank_that_cannot_look_costs_a_version_and_nobody_loses_a_change(make_
 
 def broken_look() -> Delta:
     raise ValueError("no memory")
+
+
+def test_a_wait_in_vain_with_the_policy_to_stop_ends_all(make_fleet):
+    """The first rank alone waits for servers, and would leave the others to their next collective."""
+    fleet = make_fleet()
+    fleet.step()
+    fleet.ranks[0].publisher.stop(SetupError("the servers are behind"))
+    assert all("the servers are behind" in reason for reason in stopped(fleet))
 
 
 @pytest.mark.parametrize("failing", [0, 1])
