@@ -64,7 +64,7 @@ def run(package: str, version: str, folder: Path, arguments: list[str], **variab
 
 
 def main(arguments: list[str]) -> int:
-    versions = [argument for argument in arguments if argument[:1].isdigit()]
+    versions = [argument for argument in arguments if argument[:1].isdigit() and "." in argument]
     options = [argument for argument in arguments if argument not in versions]
     # options of pytest alone choose no tests
     options += TESTS if all(option.startswith("-") for option in options) else []

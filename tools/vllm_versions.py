@@ -65,7 +65,7 @@ def install(version: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    versions = [argument for argument in arguments if argument[:1].isdigit()]
+    versions = [argument for argument in arguments if argument[:1].isdigit() and "." in argument]
     options = [argument for argument in arguments if argument not in versions]
     # options of pytest alone choose no tests
     options += TESTS if all(option.startswith("-") for option in options) else []
