@@ -11,6 +11,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from delta_wire.errors import DeltaError, SetupError
@@ -130,12 +131,18 @@ class Ranks:
                 raise
             own = error
         told = {"value": value, "error": own and f"{type(own).__name__}: {own}"}
-        found = self.exchange(told, takes_s + _EXCHANGE_TIMEOUT_S)
-        if own is not None:
-            raise own
-        for rank, entry in enumerate(found):
-            if entry["error"] is not None:
-                raise RankError(f"rank {rank} of {self.count} has failed: {entry['error']}")
+        try:
+            found = self.exchange(told, takes_s + _EXCHANGE_TIMEOUT_S)
+        except RankError:
+            if own is not None:
+                raise own from None
+            raise
+        failed = next((rank for rank, entry in enumerate(found) if entry["error"] is not None), None)
+        if failed is not None:
+            # the process that holds the store may end by this: not before all have read why
+            with suppress(RankError):
+                self.leave()
+            raise own or RankError(f"rank {failed} of {self.count} has failed: {found[failed]['error']}")
         return [entry["value"] for entry in found]
 
     def first_does(self, action: Callable[[], Any], takes_s: float = 0.0) -> Any:
