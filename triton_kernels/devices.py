@@ -37,24 +37,27 @@ def unbind_thread() -> None:
 
 def bound_cores() -> list[int]:
     """The cores that OpenMP has bound the first thread of this process to; empty if it has not."""
-    if not any(name in os.environ for name in _BINDING) or not hasattr(os, "sched_getaffinity"):
+    if not hasattr(os, "sched_getaffinity"):
         return []
     own = os.sched_getaffinity(os.getpid())
     return sorted(own) if own < _allowed_cores() else []
 
 
 def keep_off(cores: Iterable[int]) -> None:
-    """Let this thread, and those it makes, run on other cores than these, if there are any."""
-    if hasattr(os, "sched_setaffinity") and (others := _allowed_cores().difference(cores)):
+    """Let this thread, and those it makes, run on other cores than these, if there are any others."""
+    cores = set(cores)
+    if cores and (others := _allowed_cores() - cores):
         os.sched_setaffinity(0, others)
 
 
 def _allowed_cores() -> set[int]:
-    """Where this process might run before anything was bound, which the one that started it knows."""
-    parent = multiprocessing.parent_process()
+    """Where this process might run before OpenMP bound its first thread, which the one that started it knows."""
     own = os.sched_getaffinity(os.getpid())
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or not any(name in os.environ for name in _BINDING):
+        return own
     try:
-        return own if parent is None or parent.pid is None else own | os.sched_getaffinity(parent.pid)
+        return own | os.sched_getaffinity(parent.pid)
     except OSError:
         # the parent has gone
         return own

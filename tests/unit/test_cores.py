@@ -35,7 +35,7 @@ def test_threads_beside_a_bound_one_may_go_elsewhere():
         "off": others,
         # nothing is left: better there than nowhere
         "off all": CORES,
-        "off none": CORES,
+        "off none": [first],
     }
 
 
