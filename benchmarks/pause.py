@@ -43,9 +43,14 @@ from vllm_delta.live import Live
 from vllm_delta.ranks import Ranks
 from vllm_delta.staging import write_staged
 from vllm_delta.transaction import Transaction
+from vllm_delta.worker import DeltaWorkerExtension
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from prepare_model import prepare
+
+
+class Extension(DeltaWorkerExtension):
+    """Ours by another name: by its own it asks for a bucket, and there is none here."""
 
 
 class SteppingEngine(VllmEngine):
@@ -74,7 +79,7 @@ class Bench:
             enforce_eager=True,
             max_model_len=512,
             kv_cache_memory_bytes=1 << 27,
-            worker_extension_cls="vllm_delta.worker.DeltaWorkerExtension",
+            worker_extension_cls=f"{__name__}.Extension",
         )
         core: Any = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._core = core

@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--phases", type=int, default=5, help="of each kind")
     parser.add_argument("--phase-s", type=float, default=20.0)
     parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--verify-frac", default="", help="DELTA_SYNC_VERIFY_FRAC of the server")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     base = prepare("smollm2", options.model).resolve()
@@ -191,7 +192,8 @@ def main() -> None:
         num_versions = 2 + options.phases * (int(options.phase_s / _PERIOD_S) + 2)
         trainer = Trainer(Training(base, folder / "bucket", changed_frac=0.004), num_versions)
         flags = ("--worker-extension-cls=vllm_delta.DeltaWorkerExtension",)
-        with serve(base, folder / "log", *flags, env={"DELTA_SYNC_BUCKET": str(folder / "bucket")}) as server:
+        env = {"DELTA_SYNC_BUCKET": str(folder / "bucket"), "DELTA_SYNC_VERIFY_FRAC": options.verify_frac}
+        with serve(base, folder / "log", *flags, env=env) as server:
             server.wait(lambda s: s["state"] == "serving", "version 0")
             result = measure(server, trainer, options.phases, options.phase_s, options.streams)
     if options.json:

@@ -4,26 +4,21 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from delta_wire.kernels.devices import on_device, require, to_host, to_torch, unbind_thread, uses_triton
+from delta_wire.kernels.devices import is_on_host, on_device, require, to_host, to_torch, unbind_thread, uses_triton
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-_INT32_LIMIT = 1 << 31
-# a share of work that amortises a task's start, about a millisecond; 8 bytes of scratch an element and thread
-_CHUNK = 1 << 20
-_THREADS = ThreadPoolExecutor(
-    max_workers=min(16, os.cpu_count() or 1), thread_name_prefix="delta-kernels", initializer=unbind_thread
-)
-_LOCAL = threading.local()
+INT32_LIMIT = 1 << 31
+NUM_THREADS = min(16, os.cpu_count() or 1)
+_THREADS = ThreadPoolExecutor(max_workers=NUM_THREADS, thread_name_prefix="delta-kernels", initializer=unbind_thread)
 
 
 def beside(function: Callable[..., T], *args: object) -> Future[T]:
@@ -99,7 +94,20 @@ def extract_many(
         )
         with on_device(params[0]):
             return triton_extract.extract_many([param.detach() for param in params], snapshots)
+    if all(is_on_host(param) for param in params):
+        from delta_wire.kernels import host_extract
+
+        return host_extract.extract_many(params, snapshots)
     return [_extract(param, snapshot) for param, snapshot in zip(params, snapshots, strict=True)]
+
+
+def _extract(param: torch.Tensor, snapshot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    import torch
+
+    from delta_wire.kernels import reference
+
+    indices, old, new = reference.extract(param.detach(), snapshot)
+    return indices.to(torch.int32 if param.numel() < INT32_LIMIT else torch.int64), old, new
 
 
 def _check_extract(param: torch.Tensor, snapshot: torch.Tensor) -> None:
@@ -113,48 +121,6 @@ def _check_extract(param: torch.Tensor, snapshot: torch.Tensor) -> None:
         snapshot.dtype == torch.int16 and snapshot.numel() == param.numel() and snapshot.dim() == 1,
         f"extract: the snapshot must be int16 [{param.numel()}], found {snapshot.dtype} {list(snapshot.shape)}",
     )
-
-
-def _extract(param: torch.Tensor, snapshot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    import torch
-
-    from delta_wire.kernels import reference
-
-    index_dtype = torch.int32 if param.numel() < _INT32_LIMIT else torch.int64
-    if param.device.type != "cpu":
-        indices, old, new = reference.extract(param.detach(), snapshot)
-        return indices.to(index_dtype), old, new
-    from delta_wire.kernels import cpu
-
-    if param.dtype == torch.bfloat16:
-        source, find = to_host(param, np.uint16).reshape(-1), cpu.extract_bits
-    else:
-        source, find = to_host(param.to(torch.float32), np.uint32).reshape(-1), cpu.extract_f32
-    held = to_host(snapshot, np.uint16)
-    numpy_index = np.int32 if index_dtype == torch.int32 else np.int64
-
-    def extract_chunk(start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        scratch = _scratch(numpy_index)
-        size = find(source, held, start, min(start + _CHUNK, source.size), *scratch)
-        return scratch[0][:size].copy(), scratch[1][:size].copy(), scratch[2][:size].copy()
-
-    starts = range(0, source.size, _CHUNK)
-    # one chunk is not worth a thread
-    pieces = list(_THREADS.map(extract_chunk, starts) if len(starts) > 1 else map(extract_chunk, starts))
-    indices, old, new = (
-        np.concatenate([np.empty(0, dtype=dtype), *(piece[part] for piece in pieces)])
-        for part, dtype in enumerate((numpy_index, np.uint16, np.uint16))
-    )
-    return torch.from_numpy(indices), to_torch(old), to_torch(new)
-
-
-def _scratch(index_dtype: type[np.generic]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """This thread's room for the changes of one chunk."""
-    held = getattr(_LOCAL, "scratch", None)
-    if held is None or held[0].dtype != index_dtype or held[0].size < _CHUNK:
-        held = (np.empty(_CHUNK, index_dtype), np.empty(_CHUNK, np.uint16), np.empty(_CHUNK, np.uint16))
-        _LOCAL.scratch = held
-    return held
 
 
 def digest_sparse(indices: torch.Tensor | np.ndarray, bits: torch.Tensor | np.ndarray, keys: tuple[int, int]):

@@ -21,6 +21,9 @@ from trl_delta.dtensors import whole_tensor
 from trl_delta.names import LiveTensor
 from trl_delta.snapshot import Placement, Room, extract_staged
 
+# elements
+_CPU_BATCH = 1 << 25
+
 
 class Detector:
     """Holds the bits of the last extraction, 2 bytes per parameter that this process owns, and their digest.
@@ -111,18 +114,27 @@ class Detector:
 
 
 def _batches(live: Iterable[LiveTensor]) -> list[list[LiveTensor]]:
-    """Tensors to extract in one go: all of a GPU, which costs the host one wait for it, one at a time on a CPU.
+    """Tensors to extract in one go: all of a GPU, which costs the host one wait for it; on a CPU so many that its
+    cores share the work and copies of what is not contiguous stay small.
 
     Weights that are computed to be read go alone, so that no more than one of them is in memory.
     """
     by_device: dict[torch.device, list[LiveTensor]] = {}
     batches: list[list[LiveTensor]] = []
+    on_cpu: list[LiveTensor] = []
+    size = 0
     for entry in live:
-        if entry.source.device.type == "cpu" or entry.merge is not None:
+        if entry.merge is not None:
             batches.append([entry])
+        elif entry.source.device.type == "cpu":
+            on_cpu.append(entry)
+            size += prod(entry.shape)
+            if size >= _CPU_BATCH:
+                batches.append(on_cpu)
+                on_cpu, size = [], 0
         else:
             by_device.setdefault(entry.source.device, []).append(entry)
-    return [*batches, *by_device.values()]
+    return [*batches, *([on_cpu] if on_cpu else []), *by_device.values()]
 
 
 def _find(

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fast CPU forms against the plain references, bit for bit."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 from delta_wire import kernels
-from delta_wire.kernels import cpu, dispatch, reference, replacement
+from delta_wire.kernels import cpu, dispatch, host_extract, reference, replacement
 
 KEYS = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 SIZES = [0, 1, 2, 63, 64, 65, 1000]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def every_pattern() -> torch.Tensor:
@@ -91,12 +94,56 @@ def test_extract_sees_every_pair_of_signs_zeros_and_nans():
 
 
 def test_extract_over_several_chunks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dispatch, "_CHUNK", 100)
+    monkeypatch.setattr(host_extract, "_CHUNK", 100)
     param = torch.randn(1001)
     snapshot = torch.zeros(1001, dtype=torch.int16)
     snapshot[::3] = kernels.round_bits(param)[::3]
     indices, _, _ = kernels.extract(param, snapshot)
     assert torch.equal(indices.long(), torch.tensor([i for i in range(1001) if i % 3]))
+
+
+def several(sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters of all types, and snapshots that differ from them in a third of the elements."""
+    params = [torch.randn(size, dtype=dtype) for size, dtype in zip(sizes, 3 * list(DTYPES), strict=False)]
+    snapshots = [kernels.round_bits(param).clone() for param in params]
+    for snapshot in snapshots:
+        snapshot[::3] ^= 1
+    return params, snapshots
+
+
+@pytest.mark.parametrize("chunk", [7, 100, 1 << 20])
+def test_extract_from_many_tensors_at_once(monkeypatch: pytest.MonkeyPatch, chunk: int):
+    monkeypatch.setattr(host_extract, "_CHUNK", chunk)
+    monkeypatch.setattr(dispatch, "NUM_THREADS", 4)
+    params, snapshots = several((1001, 0, 1, 64, 300, 2000, 8))
+    expected = [snapshot.clone() for snapshot in snapshots]
+    found = kernels.extract_many(params, snapshots)
+    for param, snapshot, before, (indices, old, new) in zip(params, snapshots, expected, found, strict=True):
+        wanted = reference.extract(param, before)
+        assert torch.equal(indices.long(), wanted[0].long())
+        assert torch.equal(old, wanted[1]) and torch.equal(new, wanted[2])
+        assert torch.equal(snapshot, before)
+
+
+def test_an_error_leaves_all_snapshots_as_they_were(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_extract, "_CHUNK", 10)
+    monkeypatch.setattr(dispatch, "NUM_THREADS", 4)
+    params, snapshots = several((100, 5, 205))
+    before = [snapshot.clone() for snapshot in snapshots]
+    looks = itertools.count()
+    look = host_extract._Tensor.look
+
+    def fail_once(tensor: host_extract._Tensor, piece: int) -> None:
+        look(tensor, piece)
+        if next(looks) == 20:
+            raise MemoryError
+
+    monkeypatch.setattr(host_extract._Tensor, "look", fail_once)
+    with pytest.raises(MemoryError):
+        kernels.extract_many(params, snapshots)
+    assert all(map(torch.equal, snapshots, before))
+    monkeypatch.undo()
+    assert sum(indices.numel() for indices, _, _ in kernels.extract_many(params, snapshots)) == 34 + 2 + 69
 
 
 def test_extract_refuses_what_it_would_misread():
