@@ -39,9 +39,6 @@ def register() -> None:
     # a setting that cannot work ends the start here, before a model is loaded
     Settings.from_env()
     _registered = True
-    # remembers the cores of this process before vLLM binds its main thread to one of them
-    import delta_wire.kernels  # noqa: F401
-
     _check_arguments(_require_extension)
     _check_executor()
     _extend_engine_core()
