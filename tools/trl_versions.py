@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -63,22 +64,42 @@ def run(package: str, version: str, folder: Path, arguments: list[str], **variab
     return pytest.wait() == 0, last
 
 
-def main(arguments: list[str]) -> int:
+def run_all(
+    name: str,
+    tests: list[str],
+    arguments: list[str],
+    run_one: Callable[[str, list[str]], tuple[bool, str]],
+    usage: str,
+) -> int:
+    """Run tests with each release that the arguments name, and say how each went.
+
+    Args:
+        name (`str`): of the package, for people.
+        tests (`list[str]`): run if the arguments choose none.
+        arguments (`list[str]`): versions, and what pytest is given.
+        run_one (`Callable`): runs one version with these arguments of pytest.
+        usage (`str`): what is said where no version is given.
+
+    Returns:
+        `int`: the exit code.
+    """
     versions = [argument for argument in arguments if argument[:1].isdigit() and "." in argument]
     options = [argument for argument in arguments if argument not in versions]
     # options of pytest alone choose no tests
-    options += TESTS if all(option.startswith("-") for option in options) else []
+    options += tests if all(option.startswith("-") for option in options) else []
     if not versions:
-        raise SystemExit(__doc__)
-    results = {}
-    for version in versions:
-        # computes log probabilities by Triton also where there is no GPU, see trl_delta/cpu.py
-        variables = {"TRITON_INTERPRET": "1"} if version.startswith("1.15.") else {}
-        results[version] = run("trl", version, install(version), options, **variables)
+        raise SystemExit(usage)
+    results = {version: run_one(version, options) for version in versions}
     for version, (passed, last) in results.items():
-        print(f"TRL {version}: {'passed' if passed else 'FAILED'}: {last}")
+        print(f"{name} {version}: {'passed' if passed else 'FAILED'}: {last}")
     return 0 if all(passed for passed, _ in results.values()) else 1
 
 
+def run_version(version: str, options: list[str]) -> tuple[bool, str]:
+    # computes log probabilities by Triton also where there is no GPU, see trl_delta/cpu.py
+    variables = {"TRITON_INTERPRET": "1"} if version.startswith("1.15.") else {}
+    return run("trl", version, install(version), options, **variables)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(run_all("TRL", TESTS, sys.argv[1:], run_version, __doc__ or ""))

@@ -19,7 +19,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from trl_versions import ROOT, run
+from trl_versions import ROOT, run, run_all
 
 UNIT = ("test_plugin.py", "test_requests.py", "test_regions.py", "test_computed.py", "test_adapters.py")
 INTEGRATION = (
@@ -64,22 +64,11 @@ def install(version: str) -> Path:
     return folder
 
 
-def main(arguments: list[str]) -> int:
-    versions = [argument for argument in arguments if argument[:1].isdigit() and "." in argument]
-    options = [argument for argument in arguments if argument not in versions]
-    # options of pytest alone choose no tests
-    options += TESTS if all(option.startswith("-") for option in options) else []
-    if not versions:
-        raise SystemExit(__doc__)
-    results = {}
-    for version in versions:
-        folder = install(version)
-        # what one release keeps there of a model another one trusts
-        results[version] = run("vllm", version, folder, options, VLLM_CACHE_ROOT=str(folder / "cache"))
-    for version, (passed, last) in results.items():
-        print(f"vLLM {version}: {'passed' if passed else 'FAILED'}: {last}")
-    return 0 if all(passed for passed, _ in results.values()) else 1
+def run_version(version: str, options: list[str]) -> tuple[bool, str]:
+    folder = install(version)
+    # what one release keeps there of a model another one trusts
+    return run("vllm", version, folder, options, VLLM_CACHE_ROOT=str(folder / "cache"))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(run_all("vLLM", TESTS, sys.argv[1:], run_version, __doc__ or ""))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from delta_wire.kernels import dispatch
-from delta_wire.kernels.devices import is_on_host, require, to_host, to_torch
+from delta_wire.kernels import coding, dispatch
+from delta_wire.kernels.devices import is_on_host, require, to_torch
 
 if TYPE_CHECKING:
     import torch
@@ -190,11 +190,11 @@ class _OnDevice:
             device = item.flat.device
             positions = torch.from_numpy(item.positions).to(device)
             old = dispatch.gather(item.flat, positions)
-            values = item.values
-            if item.relative is not None:
-                values = np.where(item.relative, _moved(item.values, to_host(old.cpu(), np.uint16)), values)
             # a mapped file is read-only and ends with the staging folder
-            new = to_torch(values.copy()).to(device)
+            new = to_torch(item.values.copy()).to(device)
+            if item.relative is not None:
+                relative = torch.from_numpy(item.relative.copy()).to(device)
+                new = torch.where(relative, coding.apply_steps(old, new).to(device), new)
             self.lanes.append(_change_of_digest(item, old, new))
             if item.expected is not None:
                 old.fill_(int(np.uint16(item.expected).view(np.int16)))
@@ -220,14 +220,6 @@ class _OnDevice:
         for flat, positions, old, _ in self._bits:
             dispatch.scatter(flat, positions, old)
         return all(torch.equal(dispatch.gather(flat, positions), old) for flat, positions, old, _ in self._bits)
-
-
-def _moved(steps: np.ndarray, old: np.ndarray) -> np.ndarray:
-    from delta_wire.kernels import cpu_steps
-
-    new = np.empty_like(steps)
-    cpu_steps.apply_steps(old, steps, new)
-    return new
 
 
 def _change_of_digest(item: Change, old: torch.Tensor, new: torch.Tensor) -> tuple[int, int]:

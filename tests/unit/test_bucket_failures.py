@@ -103,14 +103,19 @@ def test_an_answer_lost_below_the_store_is_no_conflict(run):
     assert same(replay(run), run.bits)
 
 
-def test_a_number_that_another_trainer_took_meanwhile(run):
-    delta, digest = run.next_delta()
+def publish_until(run, delta, digest, fail_at):
+    """Publish through a store of which the call of that number fails."""
     store = FaultyStore(run.store)
-    # before the manifest is written
-    store.fail_at = 3
+    store.fail_at = fail_at
     write_through(run, store)
     with pytest.raises(StoreUnavailableError):
         run.writer.publish(delta, digest=digest, step=1, encoding="plain")
+
+
+def test_a_number_that_another_trainer_took_meanwhile(run):
+    delta, digest = run.next_delta()
+    # before the manifest is written
+    publish_until(run, delta, digest, fail_at=3)
     foreign = run.reader().latest().to_bytes().replace(b'"seq":0', b'"seq":1')
     run.store.put(manifest_key(1), foreign)
     with pytest.raises(WriterConflictError, match=r"000000000001\.json was written by another trainer"):
@@ -148,12 +153,8 @@ def test_an_unseen_manifest_of_another_branch_is_not_finished(run):
 def test_a_trainer_that_died_before_the_pointer_is_continued(run):
     run.publish()
     delta, digest = run.next_delta()
-    store = FaultyStore(run.store)
     # the last call of a publication is the pointer
-    store.fail_at = 5
-    write_through(run, store)
-    with pytest.raises(StoreUnavailableError):
-        run.writer.publish(delta, digest=digest, step=1, encoding="plain")
+    publish_until(run, delta, digest, fail_at=5)
     assert run.reader().latest().version.seq == 1 and run.reader().manifest(2).digest == digest
     # a trainer with the unseen state finishes the publication
     run.writer = run.start()
@@ -166,11 +167,7 @@ def test_a_manifest_nobody_has_seen_is_stepped_over(run):
     published = run.publish().manifest
     saved = {name: bits.copy() for name, bits in run.bits.items()}
     delta, digest = run.next_delta()
-    store = FaultyStore(run.store)
-    store.fail_at = 5
-    write_through(run, store)
-    with pytest.raises(StoreUnavailableError):
-        run.writer.publish(delta, digest=digest, step=1, encoding="plain")
+    publish_until(run, delta, digest, fail_at=5)
     # this trainer resumes from the last version that readers know
     run.bits = saved
     run.writer = run.start()
