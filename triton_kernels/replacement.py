@@ -6,14 +6,13 @@ Letters: `M` elements of a storage, `K` changed elements in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from delta_wire.kernels import coding, dispatch
+from delta_wire.kernels import coding, dispatch, second
 from delta_wire.kernels.devices import is_on_host, require, to_torch
 
 if TYPE_CHECKING:
@@ -23,8 +22,11 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 15
 # that many elements are not worth a second thread
 _ALONE = 1 << 17
-# elements that did not hold the old bits, and elements that do not hold the new bits when read back
-Counts = tuple[int, int]
+# a millisecond or so
+_LOOKS = 100_000
+# number of a change → elements that did not hold the old bits, and elements that do not hold the new bits when read
+# back; of those changes that have any
+Wrong = dict[int, tuple[int, int]]
 
 
 # not frozen: a plan has one for every region, and freezing triples what making one costs
@@ -73,8 +75,8 @@ class Replacements(Protocol):
 
     lanes: list[tuple[int, int]]
 
-    def run(self) -> list[Counts]:
-        """Carry them out, all of them whatever is found; the host waits for the device once."""
+    def run(self) -> Wrong:
+        """Carry them out, all of them whatever is found; the host waits for the device once. Returns what is wrong."""
         ...
 
     def undo(self) -> bool:
@@ -85,7 +87,8 @@ class Replacements(Protocol):
 def replacements(items: Sequence[Change]) -> Replacements:
     """Prepare changes of one device, no two of the same element, from the bits that are live now.
 
-    What they were made of is not kept: 12 bytes an element are, on a CPU.
+    What they were made of is not kept: on a CPU 6 bytes an element are, and 8 more of each that lies before the last
+    one, or more than 65,535 elements after it.
 
     Raises:
         OutsideError: before anything is read.
@@ -98,34 +101,46 @@ def replacements(items: Sequence[Change]) -> Replacements:
 
 
 class _OnHost:
-    """One list of addresses, so that one call of a kernel does what would be hundreds."""
+    """One list of places, so that one call of a kernel does what would be hundreds."""
 
     def __init__(self, items: Sequence[Change]):
+        # vLLM's workers on a CPU do not start where the compiler below it was imported before they fork
         from delta_wire.kernels import cpu_replace
 
+        self._kernels = cpu_replace
         self._bounds = np.cumsum([0, *(item.positions.size for item in items)])
         size = int(self._bounds[-1])
-        # of positions here; the kernel makes addresses of them, and bits of steps
-        self._addresses, self._new = np.empty(size, dtype=np.uint64), np.empty(size, dtype=np.uint16)
-        self._old = np.empty(size, dtype=np.uint16)
-        lanes = np.zeros((len(items), 2), dtype=np.uint64)
+        addresses, self._new = np.empty(size, dtype=np.uint64), np.empty(size, dtype=np.uint16)
         if items:
-            np.concatenate([item.positions for item in items], out=self._addresses.view(np.int64))
+            np.concatenate([item.positions for item in items], out=addresses.view(np.int64))
             np.concatenate([item.values for item in items], out=self._new)
-        wrong = cpu_replace.prepare(
+        self._gaps, jumps = np.empty(size, dtype=np.uint16), np.empty(size, dtype=np.uint64)
+        self._firsts = np.empty(-(-size // _CHUNK), dtype=np.int64)
+        outside, num_jumps = cpu_replace.place(
             np.array([item.flat.data_ptr() for item in items], dtype=np.uint64),
             np.array([item.flat.numel() for item in items], dtype=np.uint64),
+            self._bounds,
+            addresses,
+            _CHUNK,
+            self._gaps,
+            jumps,
+            self._firsts,
+        )
+        if outside >= 0:
+            raise OutsideError(int(outside))
+        self._jumps = jumps[:num_jumps].copy()
+        self._old = np.empty(size, dtype=np.uint16)
+        lanes = np.zeros((len(items), 2), dtype=np.uint64)
+        cpu_replace.prepare(
+            addresses,
             self._bounds,
             _joined([item.indices for item in items], np.int32, items),
             _joined([item.relative for item in items], np.bool_, items),
             np.array([item.keys for item in items], dtype=np.uint64).reshape(-1, 2),
-            self._addresses,
             self._old,
             self._new,
             lanes,
         )
-        if wrong >= 0:
-            raise OutsideError(int(wrong))
         self.lanes = [
             (0, 0) if item.indices is None else (lane_0, lane_1)
             for item, (lane_0, lane_1) in zip(items, lanes.tolist(), strict=True)
@@ -134,33 +149,38 @@ class _OnHost:
             if item.expected is not None:
                 self._old[self._bounds[at] : self._bounds[at + 1]] = item.expected
 
-    def run(self) -> list[Counts]:
+    def run(self) -> Wrong:
         return self._swap(self._old, self._new)
 
     def undo(self) -> bool:
-        return not any(unwritten for _, unwritten in self._swap(self._new, self._old))
+        return not any(unwritten for _, unwritten in self._swap(self._new, self._old).values())
 
-    def _swap(self, old: np.ndarray, new: np.ndarray) -> list[Counts]:
-        work = iter(range(0, self._addresses.size, _CHUNK))
-        # whichever thread is free takes the next piece: the machine may be busy
-        beside = [dispatch.beside(self._work, work, old, new)] if self._addresses.size > _ALONE else []
+    def _swap(self, old: np.ndarray, new: np.ndarray) -> Wrong:
+        progress = np.zeros(3, dtype=np.uint64)
+        # of this thread, and of one beside
+        counts = np.zeros((2, len(self.lanes), 2), dtype=np.int64)
+        beside = None
+        if self._gaps.size > _ALONE:
+            beside = second.hand(lambda: self._work(old, new, progress, counts[1], 0))
         try:
-            counts = self._work(work, old, new)
-        finally:
+            num_wrong = self._work(old, new, progress, counts[0], _LOOKS)
+        except BaseException:
             # whoever takes it back must not meet a thread that still writes
-            wait(beside)
-        for future in beside:
-            counts += future.result()
-        return [(stale, unwritten) for stale, unwritten in counts.tolist()]
+            if beside is not None:
+                beside.join()
+            raise
+        # a thread that has found nothing to do is not waited for: the machine may be busy
+        if num_wrong < 0 and beside is not None and (error := beside.join()):
+            raise error
+        return _wrong(counts.sum(axis=0).tolist()) if num_wrong else {}
 
-    def _work(self, starts: Iterator[int], old: np.ndarray, new: np.ndarray) -> np.ndarray:
-        from delta_wire.kernels import cpu_replace
+    def _work(self, old: np.ndarray, new: np.ndarray, progress: np.ndarray, counts: np.ndarray, looks: int) -> int:
+        places = self._gaps, self._jumps, self._firsts, _CHUNK
+        return self._kernels.replace(*places, old, new, self._bounds, counts, progress, looks)
 
-        counts = np.zeros((len(self.lanes), 2), dtype=np.int64)
-        for start in starts:
-            stop = min(start + _CHUNK, self._addresses.size)
-            cpu_replace.replace(self._addresses, old, new, self._bounds, counts, start, stop)
-        return counts
+
+def _wrong(counts: list[list[int]]) -> Wrong:
+    return {at: (stale, unwritten) for at, (stale, unwritten) in enumerate(counts) if stale or unwritten}
 
 
 def _joined(arrays: list[np.ndarray | None], dtype: type[np.generic], items: Sequence[Change]) -> np.ndarray:
@@ -200,11 +220,11 @@ class _OnDevice:
                 old.fill_(int(np.uint16(item.expected).view(np.int16)))
             self._bits.append((item.flat, positions, old, new))
 
-    def run(self) -> list[Counts]:
+    def run(self) -> Wrong:
         import torch
 
         if not self._bits:
-            return []
+            return {}
         counts = []
         for flat, positions, old, new in self._bits:
             found = dispatch.scatter(flat, positions, new)
@@ -212,7 +232,7 @@ class _OnDevice:
             # what is put back is what was there
             old.copy_(found)
             counts += [stale, (dispatch.gather(flat, positions) != new).sum()]
-        return [(stale, unwritten) for stale, unwritten in torch.stack(counts).reshape(-1, 2).tolist()]
+        return _wrong(torch.stack(counts).reshape(-1, 2).tolist())
 
     def undo(self) -> bool:
         import torch

@@ -49,7 +49,7 @@ class Plan:
     """A change of this rank's weights, ready to be written, and what it adds to the digest of each region.
 
     Args:
-        writes: all of it; 12 bytes an element on a CPU.
+        writes: all of it; 6 to 14 bytes an element on a CPU.
         pending, num_pending: regions and their changes that are not made ready yet, and elements of these.
         computed: parts of the model to compute anew, → their seals until then. The same on all ranks of
             a tensor-parallel group, whatever each of them holds of the change: computing may need all of them.
@@ -197,14 +197,13 @@ class Patcher:
             raise LayoutError(f"this plan was already {plan.state}; stage the version again")
         plan.state = "begun"
         # all of them, whatever is found
-        counts = [write.changes.run() for write in plan.writes]
-        for write, found in zip(plan.writes, counts, strict=True):
-            for at, (stale, unwritten) in zip(write.regions, found, strict=True):
-                name = self._regions[at].tensor
+        found = [write.changes.run() for write in plan.writes]
+        for write, wrong in zip(plan.writes, found, strict=True):
+            for at, (stale, _) in wrong.items():
+                name = self._regions[write.regions[at]].tensor
                 if stale:
                     raise LayoutError(f"{name} changed between staging and commit; something else writes to it")
-                if unwritten:
-                    raise LayoutError(f"{name} does not hold what was written to it")
+                raise LayoutError(f"{name} does not hold what was written to it")
         plan.state = "written"
         return plan.lanes
 

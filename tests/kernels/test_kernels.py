@@ -2,13 +2,16 @@
 """The fast CPU forms against the plain references, bit for bit."""
 
 import itertools
+import threading
+import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from delta_wire import kernels
-from delta_wire.kernels import cpu, dispatch, host_extract, reference, replacement
+from delta_wire.kernels import cpu, cpu_replace, dispatch, host_extract, reference, replacement
 
 KEYS = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 SIZES = [0, 1, 2, 63, 64, 65, 1000]
@@ -246,12 +249,108 @@ def test_changes_are_prepared_written_counted_and_taken_back(
     foreign = items[1].positions[[0, 4000]]
     items[1].flat[foreign] ^= 1
     before = [item.flat.clone() for item in items]
-    assert changes.run() == [(0, 0), (2, 0), (0, 0), (0, 0)]
+    assert changes.run() == {1: (2, 0)}
     assert all(torch.equal(item.flat, after) for item, after in zip(items, wanted, strict=True))
     # what somebody else has written is there again, too
     assert changes.undo()
     assert all(torch.equal(item.flat, bits) for item, bits in zip(items, before, strict=True))
-    assert kernels.replacements([]).run() == []
+    assert kernels.replacements([]).run() == {}
+
+
+@pytest.mark.parametrize("chunk", [4, 1 << 15])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [0, 1, 65_536, 131_072, 131_073],
+        [65_535, 0, 131_070, 131_070 + 65_536],
+        [199_999, 100_000, 1],
+        list(range(7)),
+        list(range(6, -1, -1)),
+    ],
+)
+def test_elements_are_found_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, positions: list[int], chunk: int):
+    monkeypatch.setattr(replacement, "_CHUNK", chunk)
+    # two storages, the second in front of the first
+    both = torch.randint(-32768, 32768, (400_000,), dtype=torch.int16)
+    before, flats, listed = both.clone(), (both[200_000:], both[:200_000]), np.array(positions)
+    items = [kernels.Change(flat, listed, flat[listed].numpy().view(np.uint16) ^ 1) for flat in flats]
+    changes = kernels.replacements(items)
+    assert changes.run() == {}
+    for flat, old in zip(flats, (before[200_000:], before[:200_000]), strict=True):
+        assert torch.equal(torch.nonzero(flat != old).flatten(), torch.from_numpy(np.sort(listed)))
+        assert torch.equal(flat[listed], old[listed] ^ 1)
+    assert changes.undo() and torch.equal(both, before)
+
+
+def all_ones(monkeypatch: pytest.MonkeyPatch, act: Callable[..., int]) -> tuple[torch.Tensor, kernels.Replacements]:
+    """A storage that becomes ones, by two threads which call `act`: whether it is the second, what to do, progress."""
+    monkeypatch.setattr(replacement, "_ALONE", 0)
+    monkeypatch.setattr(replacement, "_CHUNK", 100)
+    flat, main = torch.zeros(1000, dtype=torch.int16), threading.current_thread()
+    changes = kernels.replacements([kernels.Change(flat, np.arange(1000), np.ones(1000, dtype=np.uint16))])
+    real = cpu_replace.replace
+    monkeypatch.setattr(
+        cpu_replace,
+        "replace",
+        lambda *args: act(threading.current_thread() is not main, lambda: real(*args), args[-2]),
+    )
+    return flat, changes
+
+
+def test_a_thread_beside_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    taken = threading.Event()
+
+    def act(beside: bool, work: Callable[[], int], progress: np.ndarray) -> int:
+        if beside:
+            progress[0] += 1
+            taken.set()
+            raise MemoryError("the thread beside")
+        taken.wait()
+        return work()
+
+    with monkeypatch.context() as patch:
+        flat, changes = all_ones(patch, act)
+        with pytest.raises(MemoryError, match="beside"):
+            changes.run()
+    assert flat.tolist() == [0] * 100 + [1] * 900
+    assert changes.undo() and not flat.any()
+
+
+def test_a_thread_beside_that_comes_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    let, over = threading.Event(), threading.Event()
+
+    def act(beside: bool, work: Callable[[], int], progress: np.ndarray) -> int:
+        if beside:
+            let.wait()
+        num_wrong = work()
+        if beside:
+            over.set()
+        return num_wrong
+
+    with monkeypatch.context() as patch:
+        flat, changes = all_ones(patch, act)
+        assert changes.run() == {} and flat.all()
+        flat.zero_()
+        let.set()
+        assert over.wait(10) and not flat.any()
+
+
+def test_nothing_is_written_any_more_when_a_change_has_failed(monkeypatch: pytest.MonkeyPatch):
+    begun = threading.Event()
+
+    def act(beside: bool, work: Callable[[], int], progress: np.ndarray) -> int:
+        if not beside:
+            begun.wait()
+            raise MemoryError("the thread itself")
+        begun.set()
+        time.sleep(0.1)
+        return work()
+
+    with monkeypatch.context() as patch:
+        flat, changes = all_ones(patch, act)
+        with pytest.raises(MemoryError, match="itself"):
+            changes.run()
+        assert flat.all()
 
 
 @pytest.mark.parametrize("form", ["host", "device"])
@@ -261,7 +360,7 @@ def test_what_must_be_there_is_counted_if_it_is_not(monkeypatch: pytest.MonkeyPa
     flat, zeros = as_bits([0, 5, 0]), np.zeros(3, dtype=np.uint16)
     changes = kernels.replacements([kernels.Change(flat, np.arange(3), zeros, expected=0)])
     assert changes.lanes == [(0, 0)]
-    assert changes.run() == [(1, 0)] and flat.tolist() == [0, 0, 0]
+    assert changes.run() == {0: (1, 0)} and flat.tolist() == [0, 0, 0]
     assert changes.undo() and flat.tolist() == [0, 5, 0]
 
 
@@ -283,7 +382,7 @@ def test_replacing_reads_back_what_it_wrote():
     # two entries for one place: the first does not hold what was written to it
     flat, values = torch.zeros(5, dtype=torch.int16), np.array([1, 2], dtype=np.uint16)
     changes = kernels.replacements([kernels.Change(flat, np.array([3, 3]), values)])
-    assert changes.run() == [(1, 1)]
+    assert changes.run() == {0: (1, 1)}
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 
 
-def run_half(changes: Any) -> list[tuple[int, int]]:
+def run_half(changes: Any) -> dict[int, tuple[int, int]]:
     """Write the first half of prepared changes on a CPU."""
     # vLLM's CPU workers do not start where the compiler below it has been imported before they fork
     from delta_wire.kernels import cpu_replace
 
     counts = np.zeros((len(changes.lanes), 2), dtype=np.int64)
-    half = changes._addresses.size // 2
-    cpu_replace.replace(changes._addresses, changes._old, changes._new, changes._bounds, counts, 0, half)
-    return [(stale, unwritten) for stale, unwritten in counts.tolist()]
+    half = changes._gaps.size // 2
+    places = (changes._gaps[:half], changes._jumps, changes._firsts, 1 << 15)
+    progress = np.zeros(3, dtype=np.uint64)
+    cpu_replace.replace(*places, changes._old, changes._new, changes._bounds, counts, progress, 0)
+    return {at: (stale, unwritten) for at, (stale, unwritten) in enumerate(counts.tolist()) if stale or unwritten}

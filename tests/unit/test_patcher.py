@@ -10,6 +10,7 @@ import torch
 from fake_server import FakeModel, as_loaded, parameter, parameters_of, write_checkpoint
 from training import Training
 
+from delta_wire import kernels
 from delta_wire.checkpoint import Checkpoint
 from delta_wire.digest import Digest, digest_tensor
 from delta_wire.errors import DeltaError, DigestMismatchError, LayoutError, ModelMismatchError
@@ -122,8 +123,8 @@ def test_undo_after_a_commit_that_broke_anywhere(
     real = cpu_replace.replace
 
     def fail_later(*args):
-        *arrays, start, stop = args
-        real(*arrays, start, min(stop, done))
+        gaps, *others = args
+        real(gaps[:done], *others)
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patch:
@@ -159,7 +160,9 @@ def place_of(live: Ranks, plan: module.Plan, number: int) -> tuple[torch.Tensor,
     """Storage and position of the first element of a part of a plan."""
     patcher, write = live.patchers[0], plan.writes[0]
     flat = patcher._storages[patcher._regions[write.regions[number]].storage]
-    address = write.changes._addresses[write.changes._bounds[number]]  # type: ignore[attr-defined]
+    changes: Any = write.changes
+    # the first element of each part is one that is found without those before it
+    address = changes._jumps[np.count_nonzero(changes._gaps[: changes._bounds[number]] == 0)]
     return flat, (int(address) - flat.data_ptr()) // 2
 
 
@@ -181,7 +184,7 @@ def test_a_write_that_does_not_arrive_stops_the_commit(
     live = Ranks(training.base, 1)
     plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
     (write,) = plan.writes
-    monkeypatch.setattr(write.changes, "run", lambda: [(0, 0)] * (len(write.regions) - 1) + [(0, 1)])
+    monkeypatch.setattr(write.changes, "run", lambda: {len(write.regions) - 1: (0, 1)})
     with pytest.raises(LayoutError, match="does not hold what was written"):
         live.patchers[0].commit(plan)
 
@@ -189,11 +192,15 @@ def test_a_write_that_does_not_arrive_stops_the_commit(
 def test_undo_says_when_bits_are_not_back(training: Training, tmp_path: Path):
     live = Ranks(training.base, 1)
     plan = live.patchers[0].plan_delta(write_delta(training, tmp_path / "delta.safetensors"))
+    flat, position = place_of(live, plan, 0)
     live.patchers[0].commit(plan)
+    assert live.patchers[0].undo(plan)
     # the second of two writes to one place is what is read back
-    changes: Any = plan.writes[0].changes
-    changes._addresses[0] = changes._addresses[1]
-    changes._old[0] = ~changes._old[1]
+    twice = kernels.Change(flat, np.array([position, position]), flat[[position, position]].numpy().view(np.uint16))
+    twice.values[:] ^= np.array([1, 2], dtype=np.uint16)
+    changes = kernels.replacements([twice])
+    assert changes.run() == {0: (1, 1)}
+    plan.writes.append(module.Write([0], changes))
     assert not live.patchers[0].undo(plan)
 
 
