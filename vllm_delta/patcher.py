@@ -186,10 +186,10 @@ class Patcher:
                 total = Digest(*plan.lanes.get(at, (0, 0))) + Digest(*added)
                 plan.lanes[at] = (total.lane_0, total.lane_1)
 
-    def commit(self, plan: Plan) -> LanesDict:
-        """Write a plan and return what that added to the digest of each region.
+    def commit(self, plan: Plan) -> None:
+        """Write a plan, which adds to the digest of each region what the plan says.
 
-        The digest was computed while planning. Here every bit that is replaced is compared with the bit that was
+        That was computed while planning. Here every bit that is replaced is compared with the bit that was
         planned to be replaced, and every bit that was written is read back, which proves the same without hashing
         while generation stands still.
         """
@@ -205,7 +205,6 @@ class Patcher:
                     raise LayoutError(f"{name} changed between staging and commit; something else writes to it")
                 raise LayoutError(f"{name} does not hold what was written to it")
         plan.state = "written"
-        return plan.lanes
 
     def undo(self, plan: Plan) -> bool:
         """Put the old bits back. Returns whether they are all there again, read back from the live weights."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from delta_wire.digest import Digest
 from delta_wire.errors import DeltaError, DigestMismatchError
 from vllm_delta.engine import Engine
-from vllm_delta.layout import Lanes, Layout, total
+from vllm_delta.layout import Layout, total
 from vllm_delta.ranks import raise_failures
 from vllm_delta.settings import CachePolicy
 
@@ -55,26 +55,38 @@ class Transaction:
     after: Digest | None
     label: str
     policy: CachePolicy
-    # what the ranks' plans add to each region, known to lead from `before` to `after`
-    _planned: list[Lanes] | None = field(default=None, init=False)
+    # hashes of what the ranks' plans add to each region, known to lead from `before` to `after`
+    _planned: list[str] = field(default_factory=list, init=False)
 
     def expect(self, replies: Sequence[dict[str, Any]]) -> None:
         """Raise [`DigestMismatchError`] unless the ranks' changes lead from `before` to `after`."""
         if self.after is None:
             # from weights that nobody can vouch for; ranks that share a block may have to change it differently
             return
-        lanes = [reply["lanes"] for reply in replies]
-        # a commit that did what was planned is not added up again while generation stands still
-        if lanes == self._planned:
-            return
-        change = total(self.layout.combine(lanes))
+        change = total(self.layout.combine([reply["lanes"] for reply in replies]))
         if self.before + change != self.after:
             raise DigestMismatchError(
                 f"version {self.label}: its manifest announces digest {self.after}, its files lead from "
                 f"{self.before} to {self.before + change}; they are not what the trainer described. Its "
                 "next anchor leads past them."
             )
-        self._planned = lanes
+        self._planned = [reply["lanes_sha256"] for reply in replies]
+
+    def _require_planned(self, replies: Sequence[dict[str, Any]]) -> None:
+        """Raise [`DigestMismatchError`] unless every rank wrote, bit for bit, the plan that was expected of it.
+
+        A rank has compared what it replaced and what it wrote with its plan. There may be thousands of regions, so
+        what they add up to is not sent and added up again while generation stands still.
+        """
+        if self.after is None:
+            return
+        for rank, (reply, planned) in enumerate(zip(replies, self._planned, strict=True)):
+            if reply.get("lanes_sha256") != planned:
+                error = DigestMismatchError(
+                    f"version {self.label}: rank {rank} wrote another plan than the one that leads to {self.after}"
+                )
+                error.rank = rank
+                raise error
 
     def run(self) -> Outcome:
         """Commit on all ranks. Runs inside [`Engine.between_steps`] and does not raise."""
@@ -85,7 +97,7 @@ class Transaction:
             replies = self.engine.rpc("delta_commit")
             raise_failures(replies)
             scatter_ms = [reply["scatter_ms"] for reply in replies]
-            self.expect(replies)
+            self._require_planned(replies)
             if any(reply["computed"] for reply in replies):
                 raise_failures(self.engine.rpc("delta_compute"))
             self.engine.renew_caches(self.policy, self.label)

@@ -8,6 +8,7 @@ ever raises: failures come back as `{"error", "kind"}`.
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -74,6 +75,8 @@ class Rank:
         self._lora = lora
         self._adapter: AdapterSlot | None = None
         self._plan: Plan | AdapterPlan | None = None
+        # of what the plan adds to each region
+        self._lanes_sha256 = ""
         # what makes, writes and takes back the plan
         self._writer: Any = None
         self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delta-plan")
@@ -177,7 +180,8 @@ class Rank:
         # the memory of an earlier plan goes first
         self._plan, self._writer = None, self.patcher
         self._plan = plan = make()
-        return {"lanes": plan.lanes, "num_changed": plan.num_changed}
+        self._lanes_sha256 = hashlib.sha256(repr(plan.lanes).encode()).hexdigest()
+        return {"lanes": plan.lanes, "lanes_sha256": self._lanes_sha256, "num_changed": plan.num_changed}
 
     def _plan_adapter(self, folder: str, name: str) -> dict[str, Any]:
         self._plan, self._writer = None, self.adapter
@@ -201,9 +205,9 @@ class Rank:
     def commit(self) -> dict[str, Any]:
         """Write the plan. Main thread, between two steps."""
         start = time.perf_counter()
-        lanes = self._writer.commit(self.plan)
+        self._writer.commit(self.plan)
         scatter_ms = (time.perf_counter() - start) * 1000
-        return {"lanes": lanes, "scatter_ms": scatter_ms, "computed": len(self._computed)}
+        return {"lanes_sha256": self._lanes_sha256, "scatter_ms": scatter_ms, "computed": len(self._computed)}
 
     def undo(self) -> dict[str, Any]:
         """Take the plan back. Main thread, between two steps."""

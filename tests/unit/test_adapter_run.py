@@ -110,11 +110,10 @@ class Slot:
         digest = self.digest or str(Checkpoint(folder).digest())
         return SimpleNamespace(folder=folder), {"digest": digest, "used": self.used}
 
-    def commit(self, plan: Any) -> dict[int, tuple[int, int]]:
+    def commit(self, plan: Any) -> None:
         if self.problem is not None:
             raise RuntimeError(self.problem)
         self.held = plan.folder
-        return {}
 
     def undo(self, plan: Any) -> bool:
         return self.can_undo

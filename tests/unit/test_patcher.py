@@ -63,9 +63,9 @@ def test_commit_equals_loading_and_undo_equals_before(training: Training, tmp_pa
     plans = [patcher.plan_delta(path) for patcher in live.patchers]
     predicted = [plan.lanes for plan in plans]
     assert live.parameters() == before, "planning wrote to a weight"
-    written = [patcher.commit(plan) for patcher, plan in zip(live.patchers, plans, strict=True)]
-    assert written == predicted
-    assert start + total(live.layout.combine(written)) == live.digest() == training.digest
+    for patcher, plan in zip(live.patchers, plans, strict=True):
+        patcher.commit(plan)
+    assert start + total(live.layout.combine(predicted)) == live.digest() == training.digest
     assert live.parameters() == [parameters_of(as_loaded(training.bits, rank, ranks)) for rank in range(ranks)]
     with pytest.raises(LayoutError, match="already written"):
         live.patchers[0].commit(plans[0])
