@@ -150,7 +150,12 @@ old.num_computed_tokens = 20
 waiting = request("waiting")
 hits = lambda r: [pool.get_cached_block(h, [0]) is not None for h in r.block_hashes]
 assert hits(fresh) == [True, False]
-manager = types.SimpleNamespace(coordinator=types.SimpleNamespace(block_pool=pool, single_type_managers=()))
+# of a request that is over: its block is free and has a hash
+done = pool.get_new_blocks(1)
+pool.cache_full_blocks(fresh, done, 0, 1, 16, 0)
+pool.free_blocks(done)
+group = types.SimpleNamespace(block_pool=pool, req_to_blocks={"old": blocks})
+manager = types.SimpleNamespace(coordinator=types.SimpleNamespace(block_pool=pool, single_type_managers=(group,)))
 scheduler = types.SimpleNamespace(
     kv_cache_manager=manager, requests={"old": old, "waiting": waiting}, connector=None
 )
@@ -162,6 +167,7 @@ renew(core, "keep", "v")
 assert hits(fresh) == [True, False]
 renew(core, "forget", "v")
 assert hits(fresh) == [False, False] and pool.get_num_free_blocks() == 5
+assert blocks[0].block_hash is None
 # what the old request computes on is cached where only itself looks
 pool.cache_full_blocks(old, blocks, 1, 2, 16, 0)
 assert hits(fresh) == [False, False] and hits(old) == [False, True]
@@ -169,6 +175,31 @@ assert waiting.block_hashes == fresh.block_hashes and waiting.cache_salt is None
 old.append_output_token_ids(list(range(8)))
 fresh.append_output_token_ids(list(range(8)))
 assert len(old.block_hashes) == 3 and not set(old.block_hashes) & set(fresh.block_hashes)
+# what is cached anew stays found when the free block with the same hash is taken
+again = pool.get_new_blocks(1)
+assert again != done
+pool.cache_full_blocks(fresh, again, 0, 1, 16, 0)
+assert done[0] in pool.get_new_blocks(4) and done[0].block_hash is None
+assert pool.get_cached_block(fresh.block_hashes[0], [0]) == again
+# another label, another hash, and as many bytes; in the order of the versions
+def lived(*labels):
+    one = request("one")
+    one.num_computed_tokens = 20
+    scheduler.requests = {"one": one}
+    for label in labels:
+        forget(scheduler, label)
+    assert [len(h) for h in one.block_hashes] == [len(h) for h in fresh.block_hashes[:2]]
+    return one.cache_salt, *one.block_hashes
+histories = [(), ("a",), ("b",), ("a", "a"), ("a", "b"), ("b", "a")]
+found = [lived(*history) for history in histories]
+assert lived("a", "b") == lived("a", "b")
+assert all(len(set(column)) == len(histories) for column in zip(*found))
+# a connector may look at the hashes of free blocks
+pool.free_blocks(again)
+assert again[0].block_hash is not None
+scheduler.connector = object()
+forget(scheduler, "v")
+assert again[0].block_hash is None
 print("all good")
 """
 
