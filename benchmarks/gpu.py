@@ -31,6 +31,8 @@ SLAB = 1 << 20
 _DENSITY = 0.01
 _REPEATS = 20
 _CASE_LIMIT_S = 10.0
+# as many as a dense model of 30 layers has
+_TENSORS = 272
 
 
 @dataclass
@@ -129,6 +131,42 @@ def scatter_cases(size: int, device: torch.device) -> Iterator[Case]:
     )
 
 
+def changes_of(tensors: dict[str, torch.Tensor]) -> list[kernels.Change]:
+    """The listed elements of `f` become `n`, as changes of up to `_TENSORS` tensors."""
+    flat, positions = tensors["f"], tensors["p"].cpu().numpy()
+    values = tensors["n"].cpu().numpy().view(np.uint16)
+    width = -(-flat.numel() // _TENSORS)
+    items = []
+    for start in range(0, flat.numel(), width):
+        first, last = np.searchsorted(positions, (start, start + width))
+        own = positions[first:last]
+        items.append(
+            kernels.Change(flat[start : start + width], own - start, values[first:last], indices=own, keys=KEYS)
+        )
+    return items
+
+
+def replacement_cases(size: int, device: torch.device) -> Iterator[Case]:
+    """A commit to many tensors, prepared once and outside of the measured time."""
+    positions = listed(size, device)
+    tensors = {"f": random_bits(size, device), "p": positions, "n": random_bits(positions.numel(), device)}
+    prepared: dict[int, kernels.Replacements] = {}
+
+    def changes(t: dict[str, torch.Tensor]) -> kernels.Replacements:
+        if t["f"].data_ptr() not in prepared:
+            prepared[t["f"].data_ptr()] = kernels.replacements(changes_of(t))
+        return prepared[t["f"].data_ptr()]
+
+    yield Case(
+        "replacements",
+        tensors,
+        lambda t: (changes(t).lanes, list(changes(t).run()), t["f"]),
+        30 * positions.numel(),
+        size,
+        lambda t: changes(t).undo(),
+    )
+
+
 def coding_cases(size: int, device: torch.device) -> Iterator[Case]:
     few = listed(size, device)
     # one segment of many holes, one of few
@@ -196,7 +234,8 @@ def rank_cases(size: int, device: torch.device) -> Iterator[Case]:
 
 
 def all_cases(size: int, device: torch.device) -> Iterator[Case]:
-    for family in (extract_cases, digest_cases, scatter_cases, coding_cases, rank_cases):
+    families = (extract_cases, digest_cases, scatter_cases, replacement_cases, coding_cases, rank_cases)
+    for family in families:
         yield from family(size, device)
 
 

@@ -155,6 +155,14 @@ def _scatter() -> Iterator[Build]:
     yield Build(triton_scatter.gather_kernel, arguments | {"p_out": "*i16"}, constants, block, flat)
     arguments |= {"p_new": "*i16", "p_old": "*i16"}
     yield Build(triton_scatter.scatter_kernel, arguments, constants, block, flat)
+    at = {"p_element": _LISTED}
+    arguments_at = {"p_addresses": "*i64", "num_elements": "i64"}
+    yield Build(triton_scatter.gather_at_kernel, arguments_at | {"p_out": "*i16"}, constants, block, at)
+    compared = arguments_at | {"p_counts": "*i32"}
+    at |= {"p_counts": _ONE, "p_count": _ONE}
+    written = {"p_new": "*i16", "p_old": "*i16", "p_found": "*i16"}
+    yield Build(triton_scatter.exchange_kernel, compared | written, constants, block, at)
+    yield Build(triton_scatter.compare_kernel, compared | {"p_bits": "*i16"}, constants, block, at)
     for index in ("i32", "i64"):
         hashed = {"p_indices": f"*{index}", "p_keys": "*i64", "p_lanes": "*i64"}
         narrow = flat | {"p_keys": _ONE, "p_lanes": _ONE}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from delta_wire.kernels import coding, dispatch, second
-from delta_wire.kernels.devices import is_on_host, require, to_torch
+from delta_wire.kernels import second
+from delta_wire.kernels.devices import is_on_host, require, uses_triton
 
 if TYPE_CHECKING:
     import torch
@@ -96,8 +96,12 @@ def replacements(items: Sequence[Change]) -> Replacements:
     for item in items:
         sizes = {len(part) for part in (item.positions, item.values, item.relative, item.indices) if part is not None}
         require(len(sizes) == 1, f"replacements: arrays of a change have {sorted(sizes)} elements")
-    on_host = not items or is_on_host(items[0].flat)
-    return _OnHost(items) if on_host else _OnDevice(items)
+    if not items or is_on_host(items[0].flat):
+        return _OnHost(items)
+    from delta_wire.kernels import device_replace
+
+    form = device_replace.OnTriton if uses_triton(items[0].flat) else device_replace.OnDevice
+    return form(items)
 
 
 class _OnHost:
@@ -134,8 +138,8 @@ class _OnHost:
         cpu_replace.prepare(
             addresses,
             self._bounds,
-            _joined([item.indices for item in items], np.int32, items),
-            _joined([item.relative for item in items], np.bool_, items),
+            joined([item.indices for item in items], np.int32, items),
+            joined([item.relative for item in items], np.bool_, items),
             np.array([item.keys for item in items], dtype=np.uint64).reshape(-1, 2),
             self._old,
             self._new,
@@ -172,18 +176,18 @@ class _OnHost:
         # a thread that has found nothing to do is not waited for: the machine may be busy
         if num_wrong < 0 and beside is not None and (error := beside.join()):
             raise error
-        return _wrong(counts.sum(axis=0).tolist()) if num_wrong else {}
+        return only_wrong(counts.sum(axis=0).tolist()) if num_wrong else {}
 
     def _work(self, old: np.ndarray, new: np.ndarray, progress: np.ndarray, counts: np.ndarray, looks: int) -> int:
         places = self._gaps, self._jumps, self._firsts, _CHUNK
         return self._kernels.replace(*places, old, new, self._bounds, counts, progress, looks)
 
 
-def _wrong(counts: list[list[int]]) -> Wrong:
+def only_wrong(counts: list[list[int]]) -> Wrong:
     return {at: (stale, unwritten) for at, (stale, unwritten) in enumerate(counts) if stale or unwritten}
 
 
-def _joined(arrays: list[np.ndarray | None], dtype: type[np.generic], items: Sequence[Change]) -> np.ndarray:
+def joined(arrays: list[np.ndarray | None], dtype: type[np.generic], items: Sequence[Change]) -> np.ndarray:
     """All entries of all changes, zeros for those that have none; empty if nobody has any."""
     if all(array is None for array in arrays):
         return np.empty(0, dtype=dtype)
@@ -192,59 +196,3 @@ def _joined(arrays: list[np.ndarray | None], dtype: type[np.generic], items: Seq
         for array, item in zip(arrays, items, strict=True)
     ]
     return np.concatenate(filled)
-
-
-class _OnDevice:
-    """Change by change; what is found stays there until all are done."""
-
-    def __init__(self, items: Sequence[Change]):
-        import torch
-
-        for at, item in enumerate(items):
-            if item.positions.size and not 0 <= item.positions.min() <= item.positions.max() < item.flat.numel():
-                raise OutsideError(at)
-        self.lanes: list[tuple[int, int]] = []
-        # flat, positions, old and new bits
-        self._bits: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for item in items:
-            device = item.flat.device
-            positions = torch.from_numpy(item.positions).to(device)
-            old = dispatch.gather(item.flat, positions)
-            # a mapped file is read-only and ends with the staging folder
-            new = to_torch(item.values.copy()).to(device)
-            if item.relative is not None:
-                relative = torch.from_numpy(item.relative.copy()).to(device)
-                new = torch.where(relative, coding.apply_steps(old, new).to(device), new)
-            self.lanes.append(_change_of_digest(item, old, new))
-            if item.expected is not None:
-                old.fill_(int(np.uint16(item.expected).view(np.int16)))
-            self._bits.append((item.flat, positions, old, new))
-
-    def run(self) -> Wrong:
-        import torch
-
-        if not self._bits:
-            return {}
-        counts = []
-        for flat, positions, old, new in self._bits:
-            found = dispatch.scatter(flat, positions, new)
-            stale = (found != old).sum()
-            # what is put back is what was there
-            old.copy_(found)
-            counts += [stale, (dispatch.gather(flat, positions) != new).sum()]
-        return _wrong(torch.stack(counts).reshape(-1, 2).tolist())
-
-    def undo(self) -> bool:
-        import torch
-
-        for flat, positions, old, _ in self._bits:
-            dispatch.scatter(flat, positions, old)
-        return all(torch.equal(dispatch.gather(flat, positions), old) for flat, positions, old, _ in self._bits)
-
-
-def _change_of_digest(item: Change, old: torch.Tensor, new: torch.Tensor) -> tuple[int, int]:
-    if item.indices is None:
-        return 0, 0
-    before = dispatch.digest_sparse(item.indices, old, item.keys)
-    after = dispatch.digest_sparse(item.indices, new, item.keys)
-    return (after[0] - before[0]) % (1 << 64), (after[1] - before[1]) % (1 << 64)

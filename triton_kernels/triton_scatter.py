@@ -82,6 +82,66 @@ def swap_kernel(p_flat, p_positions, p_new, p_indices, p_keys, p_old, p_lanes, n
     store_lanes(p_lanes + program * 4 + 2, lane_0, lane_1)
 
 
+@jit("num_elements")
+def gather_at_kernel(p_addresses, p_out, num_elements, BLOCK: tl.constexpr):
+    """What is at addresses. Reads 8 K bytes and a sector per element, writes 2 K."""
+    base = tl.program_id(0).to(tl.int64) * BLOCK
+    left = num_elements - base
+    p_element = load_block(p_addresses + base, left, BLOCK).to(tl.pointer_type(tl.int16))
+    bits = tl.load(p_element, mask=tl.arange(0, BLOCK) < left, other=0)
+    store_block(p_out + base, bits, left, BLOCK)
+
+
+@jit("num_elements")
+def exchange_kernel(p_addresses, p_new, p_old, p_found, p_counts, num_elements, BLOCK: tl.constexpr):
+    """Write `new` to addresses, keep what was there, and count where that was not `old`.
+
+    Reads 12 K bytes and a sector per element, writes 2 K and a sector per element.
+
+    Args:
+        p_addresses: int64 `[K]`, of 16-bit elements, no repeats; of as many tensors as there are.
+        p_new, p_old, p_found: int16 `[K]`.
+        p_counts: int32 `[2]`, the first is added to.
+    """
+    base = tl.program_id(0).to(tl.int64) * BLOCK
+    left = num_elements - base
+    p_element = load_block(p_addresses + base, left, BLOCK).to(tl.pointer_type(tl.int16))
+    new = load_block(p_new + base, left, BLOCK)
+    old = load_block(p_old + base, left, BLOCK)
+    m_list = tl.arange(0, BLOCK) < left
+    found = tl.load(p_element, mask=m_list, other=0)
+    tl.store(p_element, new, mask=m_list)
+    store_block(p_found + base, found, left, BLOCK)
+    _count(p_counts, m_list & (found != old))
+
+
+@jit("num_elements")
+def compare_kernel(p_addresses, p_bits, p_counts, num_elements, BLOCK: tl.constexpr):
+    """Count where what is at addresses is not `bits`. Reads 10 K bytes and a sector per element.
+
+    A launch of its own, because it proves what the memory holds: no program may have the element in a register.
+
+    Args:
+        p_addresses: as in [`exchange_kernel`].
+        p_bits: int16 `[K]`.
+        p_counts: int32 `[2]`, the second is added to.
+    """
+    base = tl.program_id(0).to(tl.int64) * BLOCK
+    left = num_elements - base
+    p_element = load_block(p_addresses + base, left, BLOCK).to(tl.pointer_type(tl.int16))
+    bits = load_block(p_bits + base, left, BLOCK)
+    m_list = tl.arange(0, BLOCK) < left
+    found = tl.load(p_element, mask=m_list, other=0)
+    _count(p_counts + 1, m_list & (found != bits))
+
+
+@jit()
+def _count(p_count, wrong):
+    num_wrong = tl.sum(wrong.to(tl.int32))
+    if num_wrong > 0:
+        tl.atomic_add(p_count, num_wrong, sem="relaxed")
+
+
 def gather(flat: torch.Tensor, positions: torch.Tensor, *, block: int = BLOCK) -> torch.Tensor:
     """See [`delta_wire.kernels.gather`]."""
     _require_list(flat, positions)
@@ -101,6 +161,47 @@ def scatter(flat: torch.Tensor, positions: torch.Tensor, new: torch.Tensor, *, b
         grid = (num_blocks(positions.numel(), block),)
         scatter_kernel[grid](flat, positions, new, old, positions.numel(), BLOCK=block)
     return old
+
+
+def gather_at(addresses: torch.Tensor, *, block: int = BLOCK) -> torch.Tensor:
+    """Bits at addresses (int64 `[K]`) of 16-bit elements on the same device: int16 `[K]`."""
+    require_block(addresses, torch.int64, addresses.numel(), "gather_at: the addresses")
+    out = torch.empty(addresses.numel(), dtype=torch.int16, device=addresses.device)
+    if addresses.numel():
+        grid = (num_blocks(addresses.numel(), block),)
+        gather_at_kernel[grid](addresses, out, addresses.numel(), BLOCK=block)
+    return out
+
+
+def exchange(
+    addresses: torch.Tensor,
+    new: torch.Tensor,
+    old: torch.Tensor,
+    found: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    block: int = BLOCK,
+) -> None:
+    """Write to addresses, compare what was there and read back what was written, without waiting for the device.
+
+    Args:
+        addresses (`torch.Tensor`): int64 `[K]`, of 16-bit elements on the same device, no repeats. Nothing checks
+            them: whoever makes them has.
+        new, old (`torch.Tensor`): int16 `[K]`.
+        found (`torch.Tensor`): int16 `[K]`, for what was there.
+        counts (`torch.Tensor`): int32 `[2]`, for the elements that did not hold `old`, and for those that do not hold
+            `new` afterwards.
+    """
+    size = addresses.numel()
+    require_block(addresses, torch.int64, size, "exchange: the addresses")
+    for bits, what in ((new, "new"), (old, "old"), (found, "found")):
+        require_block(bits, torch.int16, size, f"exchange: the {what} bits")
+    require_block(counts, torch.int32, 2, "exchange: the counts")
+    counts.zero_()
+    if size:
+        grid = (num_blocks(size, block),)
+        exchange_kernel[grid](addresses, new, old, found, counts, size, BLOCK=block)
+        compare_kernel[grid](addresses, new, counts, size, BLOCK=block)
 
 
 def swap(

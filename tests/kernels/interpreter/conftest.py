@@ -34,7 +34,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public functions take the Triton form, although the tensors are on the CPU."""
     from delta_wire.kernels import coding, dispatch, replacement
 
-    for module in (coding, dispatch):
+    for module in (coding, dispatch, replacement):
         monkeypatch.setattr(module, "uses_triton", lambda tensor: True)
     monkeypatch.setattr(replacement, "is_on_host", lambda tensor: False)
 

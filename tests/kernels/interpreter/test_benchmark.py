@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from delta_wire.kernels import coding, dispatch, triton_pack
+from delta_wire.kernels import coding, dispatch, replacement, triton_pack, triton_scatter
 
 PATH = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
 
@@ -32,14 +32,23 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return copies
 
     monkeypatch.setattr(module, "to_device", to_device)
-    for family in (coding, dispatch):
+    for family in (coding, dispatch, replacement):
         monkeypatch.setattr(family, "uses_triton", lambda tensor: tensor.data_ptr() in on_gpu)
+    monkeypatch.setattr(replacement, "is_on_host", lambda tensor: tensor.data_ptr() not in on_gpu)
     return module
 
 
 @pytest.mark.parametrize("size", [1, 2049])
 def test_kernels_pass_the_checks_of_the_benchmark(benchmark: ModuleType, size: int):
     assert benchmark.differences(size, torch.device("cpu")) == []
+
+
+def test_a_change_of_many_tensors_is_one_launch_in_the_checks(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+    exchange = triton_scatter.exchange
+    monkeypatch.setattr(triton_scatter, "exchange", lambda at, *rest: calls.append(at.numel()) or exchange(at, *rest))
+    assert benchmark.differences(2049, torch.device("cpu")) == []
+    assert len(calls) == 1 and calls[0] > 3
 
 
 def test_a_wrong_kernel_does_not_pass(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from changes import changes_of, check_changes
 from triton.runtime import interpreter
 
 from delta_wire import kernels
@@ -17,6 +18,7 @@ BLOCK = 128
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 45]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FAR = 1 << 33
+PUBLIC = ("round_bits", "extract_many", "digest_sparse", "digest_dense", "gather", "scatter", "swap")
 # zeros, infinities, NaNs of several payloads, smallest and largest subnormals, one
 SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7F81, 0x7FC0, 0x7FC1, 0xFFC0, 0x0001, 0x8001, 0x007F, 0x3F80]
 
@@ -256,6 +258,54 @@ def test_gather_scatter_and_swap(size: int):
     assert torch.equal(flat, start)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_exchange_at_addresses(size: int):
+    flats = [random_bits(1000), random_bits(700)]
+    positions = [torch.randperm(1000)[: size - size // 2], torch.randperm(700)[: size // 2]]
+    before = [flat.clone() for flat in flats]
+    addresses = torch.cat([flat.data_ptr() + 2 * listed for flat, listed in zip(flats, positions, strict=True)])
+    old = torch.cat([reference.gather(flat, listed) for flat, listed in zip(flats, positions, strict=True)])
+    new, found, counts = random_bits(size), torch.empty_like(old), torch.empty(2, dtype=torch.int32)
+    assert torch.equal(triton_scatter.gather_at(addresses, block=BLOCK), old)
+    expected = old.clone()
+    # a few that are not what is there
+    expected[:: BLOCK - 1] ^= 1
+    triton_scatter.exchange(addresses, new, expected, found, counts, block=BLOCK)
+    assert torch.equal(found, old) and counts.tolist() == [len(expected[:: BLOCK - 1]), 0]
+    assert torch.equal(triton_scatter.gather_at(addresses, block=BLOCK), new)
+    for flat, start, listed, bits in zip(
+        flats, before, positions, new.split([len(p) for p in positions]), strict=True
+    ):
+        assert torch.equal(flat, start.index_put((listed,), bits))
+    triton_scatter.exchange(addresses, old, new, found, counts)
+    assert counts.tolist() == [0, 0] and all(map(torch.equal, flats, before))
+
+
+def test_what_is_not_there_afterwards_is_counted():
+    flat, counts = random_bits(8), torch.zeros(2, dtype=torch.int32)
+    # two writes to one element: one of them is not what is there
+    addresses = flat.data_ptr() + torch.tensor([4, 4, 6])
+    old = triton_scatter.gather_at(addresses)
+    new = old ^ torch.tensor([1, 2, 3], dtype=torch.int16)
+    triton_scatter.exchange(addresses, new, old, torch.empty_like(old), counts)
+    assert counts.tolist()[1] == 1
+
+
+@pytest.mark.parametrize("wrong", ["addresses", "new", "old", "found", "counts"])
+def test_exchange_refuses_what_it_would_misread(wrong: str):
+    flat = random_bits(8)
+    arguments = {
+        "addresses": flat.data_ptr() + 2 * torch.arange(8),
+        **{name: random_bits(8) for name in ("new", "old", "found")},
+        "counts": torch.zeros(2, dtype=torch.int32),
+    }
+    before = flat.clone()
+    arguments[wrong] = torch.cat([arguments[wrong], arguments[wrong]])[::2]
+    with pytest.raises(ValueError, match=wrong if wrong != "addresses" else "exchange"):
+        triton_scatter.exchange(**arguments)
+    assert torch.equal(flat, before)
+
+
 def test_scatter_beyond_2_to_the_31(monkeypatch: pytest.MonkeyPatch):
     flat = random_bits(500)
     expected_flat = flat.clone()
@@ -283,7 +333,7 @@ def test_scatter_beyond_2_to_the_31(monkeypatch: pytest.MonkeyPatch):
 def test_the_public_functions_reach_the_kernels(monkeypatch: pytest.MonkeyPatch):
     used: list[str] = []
     for module in (triton_extract, triton_digest, triton_scatter):
-        for name in ("round_bits", "extract_many", "digest_sparse", "digest_dense", "gather", "scatter", "swap"):
+        for name in (*PUBLIC, "gather_at", "exchange"):
             if real := module.__dict__.get(name):
                 monkeypatch.setattr(
                     module, name, lambda *args, _real=real, _name=name: used.append(_name) or _real(*args)
@@ -291,15 +341,31 @@ def test_the_public_functions_reach_the_kernels(monkeypatch: pytest.MonkeyPatch)
     kernels.warm_up()
     # nothing that trainers and servers do needs it
     kernels.swap(random_bits(4), torch.arange(2), random_bits(2), torch.arange(2), KEYS)
-    assert set(used) == {
-        "round_bits", "extract_many", "digest_sparse", "digest_dense", "gather", "scatter", "swap"
-    }  # fmt: skip
+    assert set(used) == {*PUBLIC, "gather_at", "exchange"}
     param, snapshot = change(300, torch.bfloat16)
     expected = reference.extract(param, snapshot.clone())
     assert_same_parts(kernels.extract(param, snapshot), expected)
     # the server's indices are host arrays
     lanes = kernels.digest_sparse(expected[0].numpy(), expected[2], KEYS)
     assert lanes == reference.digest_sparse(expected[0], expected[2], KEYS)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("steps", [False, True])
+def test_changes_are_prepared_written_counted_and_taken_back(steps: bool):
+    check_changes(changes_of((10, 7000, 5000, 3), (1, 6000, 3, 0), steps))
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_what_must_be_there_is_counted_if_it_is_not():
+    flat, zeros = as_bits([0, 0x8005, 0]), np.zeros(3, dtype=np.uint16)
+    changes = kernels.replacements([kernels.Change(flat, np.arange(3), zeros, expected=0)])
+    assert changes.lanes == [(0, 0)]
+    assert changes.run() == {0: (1, 0)} and flat.tolist() == [0, 0, 0]
+    assert changes.undo() and torch.equal(flat, as_bits([0, 0x8005, 0]))
+    outside = kernels.Change(flat, np.array([3]), zeros[:1])
+    with pytest.raises(kernels.OutsideError):
+        kernels.replacements([outside])
 
 
 @pytest.mark.usefixtures("as_on_gpu")
