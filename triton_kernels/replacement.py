@@ -163,18 +163,18 @@ class _OnHost:
         progress = np.zeros(3, dtype=np.uint64)
         # of this thread, and of one beside
         counts = np.zeros((2, len(self.lanes), 2), dtype=np.int64)
-        beside = None
-        if self._gaps.size > _ALONE:
-            beside = second.hand(lambda: self._work(old, new, progress, counts[1], 0))
+        beside = second.Handed(lambda: self._work(old, new, progress, counts[1], 0))
         try:
+            if self._gaps.size > _ALONE:
+                second.hand(beside)
             num_wrong = self._work(old, new, progress, counts[0], _LOOKS)
+            # a thread that has found nothing to do is not waited for: the machine may be busy
+            error = beside.stop() if num_wrong < 0 else None
         except BaseException:
-            # whoever takes it back must not meet a thread that still writes
-            if beside is not None:
-                beside.join()
+            # whoever takes it back must not meet a thread that still writes; an interrupt may come anywhere above
+            beside.stop()
             raise
-        # a thread that has found nothing to do is not waited for: the machine may be busy
-        if num_wrong < 0 and beside is not None and (error := beside.join()):
+        if error:
             raise error
         return only_wrong(counts.sum(axis=0).tolist()) if num_wrong else {}
 

@@ -16,7 +16,7 @@ from delta_wire.kernels.devices import unbind_thread
 
 
 class Handed:
-    """Work that the second thread does, or will do when it comes to it.
+    """Work that the second thread does when it comes to it, unless it is stopped before.
 
     Args:
         work: takes nothing; what it returns is lost.
@@ -24,28 +24,34 @@ class Handed:
 
     def __init__(self, work: Callable[[], object]):
         self._work = work
-        self._outcome: SimpleQueue[BaseException | None] = SimpleQueue()
+        # who gets it says whether the work begins
+        self._beginning = threading.Lock()
+        self._over = threading.Event()
+        self._error: BaseException | None = None
 
     def do(self) -> None:
         """For the second thread."""
+        if not self._beginning.acquire(blocking=False):
+            return
         try:
             self._work()
         except BaseException as error:
-            self._outcome.put(error)
-        else:
-            self._outcome.put(None)
+            self._error = error
+        finally:
+            self._over.set()
 
-    def join(self) -> BaseException | None:
-        """Wait until it is over, once. Returns what it raised."""
-        return self._outcome.get()
+    def stop(self) -> BaseException | None:
+        """Let it not begin any more, or wait until it is over. Returns what it raised."""
+        if self._beginning.acquire(blocking=False):
+            self._over.set()
+        self._over.wait()
+        return self._error
 
 
-def hand(work: Callable[[], object]) -> Handed:
-    """Let the second thread of this process do something, after what it was handed before."""
-    handed = Handed(work)
+def hand(handed: Handed) -> None:
+    """Let the second thread of this process do something, after what it was handed before; it may never come to it."""
     # threads do not come along when a process forks
     _queue(os.getpid()).put(handed)
-    return handed
 
 
 @functools.cache

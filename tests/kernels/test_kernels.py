@@ -2,6 +2,7 @@
 """The fast CPU forms against the plain references, bit for bit."""
 
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 from changes import changes_of, check_changes
 
 from delta_wire import kernels
-from delta_wire.kernels import cpu, cpu_replace, dispatch, host_extract, reference, replacement
+from delta_wire.kernels import cpu, cpu_replace, dispatch, host_extract, reference, replacement, second
 
 KEYS = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 SIZES = [0, 1, 2, 63, 64, 65, 1000]
@@ -311,6 +312,59 @@ def test_nothing_is_written_any_more_when_a_change_has_failed(monkeypatch: pytes
         with pytest.raises(MemoryError, match="itself"):
             changes.run()
         assert flat.all()
+
+
+def test_nothing_is_written_any_more_when_waiting_is_interrupted(monkeypatch: pytest.MonkeyPatch):
+    taken, main = threading.Event(), threading.get_ident()
+
+    def act(beside: bool, work: Callable[[], int], progress: np.ndarray) -> int:
+        if not beside:
+            taken.wait()
+            # none is done, and the other thread is at one
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            return -1
+        taken.set()
+        time.sleep(0.3)
+        return work()
+
+    def interrupt(number: int, frame: object) -> None:
+        assert threading.get_ident() == main
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with monkeypatch.context() as patch:
+            flat, changes = all_ones(patch, act)
+            with pytest.raises(KeyboardInterrupt):
+                changes.run()
+            assert flat.all()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_nothing_is_written_any_more_when_handing_over_is_interrupted(monkeypatch: pytest.MonkeyPatch):
+    def act(beside: bool, work: Callable[[], int], progress: np.ndarray) -> int:
+        assert beside
+        time.sleep(0.1)
+        return work()
+
+    def interrupted(handed: second.Handed) -> None:
+        hand(handed)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        hand = second.hand
+        flat, changes = all_ones(patch, act)
+        patch.setattr(second, "hand", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            changes.run()
+        written = flat.clone()
+        # all of it or nothing: what has not begun never does
+        assert written.all() or not written.any()
+        idle = second.Handed(lambda: None)
+        hand(idle)
+        idle._over.wait(10)
+        assert torch.equal(flat, written)
 
 
 @pytest.mark.parametrize("form", ["host", "device"])
