@@ -6,6 +6,7 @@ A pool takes a twentieth of that to be told of work, this a fiftieth: while gene
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -50,8 +51,13 @@ class Handed:
 
 def hand(handed: Handed) -> None:
     """Let the second thread of this process do something, after what it was handed before; it may never come to it."""
-    # threads do not come along when a process forks
-    _queue(os.getpid()).put(handed)
+    try:
+        # threads do not come along when a process forks
+        queue = _queue(os.getpid())
+    except RuntimeError:
+        # the system has no thread to give: whoever hands this over does it alone
+        return
+    queue.put(handed)
 
 
 @functools.cache
@@ -62,6 +68,8 @@ def _queue(process: int) -> SimpleQueue[Handed]:
 
 
 def _serve(queue: SimpleQueue[Handed]) -> None:
-    unbind_thread()
+    # without it the thread is slower; if it ended here, all that it is handed would be kept and nothing done
+    with contextlib.suppress(OSError):
+        unbind_thread()
     while True:
         queue.get().do()

@@ -367,6 +367,34 @@ def test_nothing_is_written_any_more_when_handing_over_is_interrupted(monkeypatc
         assert torch.equal(flat, written)
 
 
+def test_one_thread_does_it_where_no_second_can_be_started(monkeypatch: pytest.MonkeyPatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    second._queue.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        flat, changes = all_ones(patch, lambda beside, work, progress: work())
+        assert changes.run() == {} and flat.all()
+        assert changes.undo() and not flat.any()
+    # it is asked for again the next time
+    over = threading.Event()
+    second.hand(second.Handed(over.set))
+    assert over.wait(10)
+
+
+def test_the_second_thread_serves_also_where_it_cannot_be_unbound(monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> None:
+        raise OSError(22, "Invalid argument")
+
+    over = threading.Event()
+    second._queue.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(second, "unbind_thread", refuse)
+        second.hand(second.Handed(over.set))
+        assert over.wait(10)
+
+
 @pytest.mark.parametrize("form", ["host", "device"])
 def test_what_must_be_there_is_counted_if_it_is_not(monkeypatch: pytest.MonkeyPatch, form: str):
     if form == "device":
