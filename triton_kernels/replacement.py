@@ -112,6 +112,8 @@ class _OnHost:
         from delta_wire.kernels import cpu_replace
 
         self._kernels = cpu_replace
+        # a thread that comes late must find the stretches that the places were made for
+        self._every = _CHUNK
         self._bounds = np.cumsum([0, *(item.positions.size for item in items)])
         size = int(self._bounds[-1])
         addresses, self._new = np.empty(size, dtype=np.uint64), np.empty(size, dtype=np.uint16)
@@ -119,13 +121,13 @@ class _OnHost:
             np.concatenate([item.positions for item in items], out=addresses.view(np.int64))
             np.concatenate([item.values for item in items], out=self._new)
         self._gaps, jumps = np.empty(size, dtype=np.uint16), np.empty(size, dtype=np.uint64)
-        self._firsts = np.empty(-(-size // _CHUNK), dtype=np.int64)
+        self._firsts = np.empty(-(-size // self._every), dtype=np.int64)
         outside, num_jumps = cpu_replace.place(
             np.array([item.flat.data_ptr() for item in items], dtype=np.uint64),
             np.array([item.flat.numel() for item in items], dtype=np.uint64),
             self._bounds,
             addresses,
-            _CHUNK,
+            self._every,
             self._gaps,
             jumps,
             self._firsts,
@@ -179,7 +181,7 @@ class _OnHost:
         return only_wrong(counts.sum(axis=0).tolist()) if num_wrong else {}
 
     def _work(self, old: np.ndarray, new: np.ndarray, progress: np.ndarray, counts: np.ndarray, looks: int) -> int:
-        places = self._gaps, self._jumps, self._firsts, _CHUNK
+        places = self._gaps, self._jumps, self._firsts, self._every
         return self._kernels.replace(*places, old, new, self._bounds, counts, progress, looks)
 
 

@@ -296,6 +296,19 @@ def test_a_thread_beside_that_comes_late_is_not_waited_for(monkeypatch: pytest.M
         assert over.wait(10) and not flat.any()
 
 
+def test_a_thread_beside_that_comes_late_finds_the_stretches_as_they_were(monkeypatch: pytest.MonkeyPatch):
+    handed: list[second.Handed] = []
+    monkeypatch.setattr(second, "hand", handed.append)
+    flat, changes = all_ones(monkeypatch, lambda beside, work, progress: work())
+    assert changes.run() == {} and flat.all()
+    called_with: list[tuple] = []
+    monkeypatch.setattr(cpu_replace, "replace", lambda *args: called_with.append(args))
+    monkeypatch.setattr(replacement, "_CHUNK", 10)
+    handed[0].do()
+    ((gaps, _, firsts, every, *_),) = called_with
+    assert (gaps.size, firsts.size, every) == (1000, 10, 100)
+
+
 def test_nothing_is_written_any_more_when_a_change_has_failed(monkeypatch: pytest.MonkeyPatch):
     begun = threading.Event()
 

@@ -13,7 +13,7 @@ def run_half(changes: Any) -> dict[int, tuple[int, int]]:
 
     counts = np.zeros((len(changes.lanes), 2), dtype=np.int64)
     half = changes._gaps.size // 2
-    places = (changes._gaps[:half], changes._jumps, changes._firsts, 1 << 15)
+    places = (changes._gaps[:half], changes._jumps, changes._firsts, changes._every)
     progress = np.zeros(3, dtype=np.uint64)
     cpu_replace.replace(*places, changes._old, changes._new, changes._bounds, counts, progress, 0)
     return {at: (stale, unwritten) for at, (stale, unwritten) in enumerate(counts.tolist()) if stale or unwritten}
