@@ -77,7 +77,6 @@ class Patcher:
         self._regions = trace.regions
         self._storages = trace.storages
         self._orders = trace.orders
-        self._in_host = trace.computed
         self.computed = list(dict.fromkeys(trace.computed.values()))
         self._table = table
         self._of_tensor: dict[str, list[int]] = {}
@@ -89,10 +88,9 @@ class Patcher:
         kernels.use_huge_pages(self._storages)
 
     @property
-    def device(self) -> torch.device:
-        """Where the live weights are."""
-        live = (flat.device for at, flat in enumerate(self._storages) if at not in self._in_host)
-        return next(live, torch.device("cpu"))
+    def devices(self) -> list[torch.device]:
+        """Where the weights are that plans write to: the live ones, and those in host memory of computed parts."""
+        return list(dict.fromkeys(flat.device for flat in self._storages)) or [torch.device("cpu")]
 
     def plan_delta(self, path: Path) -> Plan:
         """Plan a sparse change from a staged file. Every index is checked before anything is planned.

@@ -158,7 +158,8 @@ class Rank:
         from delta_wire import kernels
 
         # what is compiled here is not compiled inside a commit
-        kernels.warm_up(self.patcher.device)
+        for device in self.patcher.devices:
+            kernels.warm_up(device)
         parts = self.patcher.computed
         for part in parts:
             part.fill(self._folder)

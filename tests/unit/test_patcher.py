@@ -16,11 +16,13 @@ from delta_wire.digest import Digest, digest_tensor
 from delta_wire.errors import DeltaError, DigestMismatchError, LayoutError, ModelMismatchError
 from delta_wire.kernels import cpu_replace
 from vllm_delta import patcher as module
+from vllm_delta.computed import Computed
 from vllm_delta.layout import Layout, RankTrace, total
 from vllm_delta.orders import order_of
 from vllm_delta.patcher import Patcher
-from vllm_delta.regions import trace
+from vllm_delta.regions import Trace, trace
 from vllm_delta.staging import write_staged
+from vllm_delta.worker import Rank
 
 
 class Ranks:
@@ -339,6 +341,17 @@ def test_a_storage_whose_slabs_have_been_permuted(training: Training, tmp_path: 
             patcher.digest()
     patcher.commit(patcher.plan_checkpoint(training.base))
     assert patcher.sample(training.base) == {}
+
+
+def test_all_devices_that_plans_write_to_are_warmed_up(training: Training, monkeypatch: pytest.MonkeyPatch):
+    storages = [torch.empty(2, dtype=torch.int16, device=device) for device in ("meta", "meta", "cpu")]
+    part = Computed("part", torch.nn.Module(), [], storages, training.table)
+    rank = Rank(FakeModel(), None, training.base)
+    rank._patcher = Patcher(Trace([], storages, computed={2: part}), training.table)
+    warmed: list[torch.device] = []
+    monkeypatch.setattr(kernels, "warm_up", warmed.append)
+    assert rank._check() == {"problems": {}, "computed": ["part"]}
+    assert warmed == [torch.device("meta"), torch.device("cpu")]
 
 
 def test_a_transform_that_loses_elements_is_no_order():
