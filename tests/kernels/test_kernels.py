@@ -374,10 +374,9 @@ def test_nothing_is_written_any_more_when_handing_over_is_interrupted(monkeypatc
         written = flat.clone()
         # all of it or nothing: what has not begun never does
         assert written.all() or not written.any()
-        idle = second.Handed(lambda: None)
-        hand(idle)
-        idle._over.wait(10)
-        assert torch.equal(flat, written)
+        idle = threading.Event()
+        hand(second.Handed(idle.set))
+        assert idle.wait(10) and torch.equal(flat, written)
 
 
 def test_one_thread_does_it_where_no_second_can_be_started(monkeypatch: pytest.MonkeyPatch):
