@@ -283,8 +283,11 @@ def warm_up(device: torch.device | str = "cpu") -> None:
     """
     import torch
 
+    from delta_wire.kernels import second
     from delta_wire.kernels.replacement import Change, replacements
 
+    # starts it
+    second.hand(second.Handed(lambda: None))
     for dtype in (torch.float32, torch.bfloat16):
         param = torch.ones(8, dtype=dtype, device=device)
         snapshot = torch.zeros(8, dtype=torch.int16, device=device)

@@ -112,6 +112,8 @@ class _OnHost:
         from delta_wire.kernels import cpu_replace
 
         self._kernels = cpu_replace
+        # whose addresses are held
+        self._storages = [item.flat for item in items]
         # a thread that comes late must find the stretches that the places were made for
         self._every = _CHUNK
         self._bounds = np.cumsum([0, *(item.positions.size for item in items)])
