@@ -158,17 +158,26 @@ def encodings() -> str:
 
 def swaps() -> str:
     """Three ways to bring new weights into a running vLLM."""
-    pause, serving = read("pause"), read("serving")
-    rows = [
-        ["this project's commit", f"{pause['commit_ms']:.1f}", "1"],
-        ["  of it the writing alone", f"{pause['scatter_ms']:.1f}", ""],
-        ["vLLM's sparse patches", f"{pause['vllm_sparse_ms']:.0f}", f"{pause['commit_speedup_vs_sparse']:.0f}"],
-        ["vLLM's reload from disk", f"{pause['reload_ms']:.0f}", f"{pause['commit_speedup_vs_reload']:.0f}"],
-    ]
+    pauses, serving = [read("pause"), read("pause_qwen3_0.6b")], read("serving")
+    ways = {
+        "this project's commit": "commit_ms",
+        "  of it the writing alone": "scatter_ms",
+        "vLLM's sparse patches": "vllm_sparse_ms",
+        "vLLM's reload from disk": "reload_ms",
+    }
+    rows = []
+    for way, name in ways.items():
+        cells = [(pause[name], pause[name] / pause["commit_ms"]) for pause in pauses]
+        rows.append(
+            [way, *(cell for ms, times in cells for cell in (f"{ms:.1f}", f"{times:.0f}" if times >= 1 else ""))]
+        )
+    titles = [f"ms, {pause['params'] / 1e6:.0f}M weights" for pause in pauses]
     return (
-        f"{pause['changed']:,} of {pause['params']:,} weights, one live model in one process "
-        "([`pause.py`](../benchmarks/pause.py)).\n\n"
-        + table(["way", "ms without generation", "times ours"], rows)
+        f"{pauses[0]['changed']:,} of {pauses[0]['params']:,} and {pauses[1]['changed']:,} of "
+        f"{pauses[1]['params']:,} weights, one live model\nin one process "
+        "([`pause.py`](../benchmarks/pause.py)). A reload costs something for every tensor and for every byte: "
+        "the larger the\nmodel, the less of it is the former, which a commit does not have.\n\n"
+        + table(["generation stands still", titles[0], "times ours", titles[1], "times ours"], rows)
         + "\n\nUnder constant load ([`serving.py`](../benchmarks/serving.py)) a version every second costs "
         f"{serving['loss_frac']:.1%} of the tokens; the 99th "
         f"percentile of the delay between two tokens goes from {serving['p99_itl_ms_off']:.0f} to "
