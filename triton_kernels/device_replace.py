@@ -45,6 +45,7 @@ class OnTriton:
             self.lanes.append(_change_of_digest(item, self._old[part], self._new[part]))
             if item.expected is not None:
                 self._old[part] = _signed(item.expected)
+        _finish(self._device)
 
     def run(self) -> Wrong:
         if not any(self._swap(self._new, self._old)):
@@ -92,6 +93,7 @@ class OnDevice:
             if item.expected is not None:
                 old.fill_(_signed(item.expected))
             self._bits.append((item.flat, positions, old, new))
+        _finish(items[0].flat.device)
 
     def run(self) -> Wrong:
         counts = []
@@ -113,6 +115,13 @@ def _require_inside(items: Sequence[Change]) -> None:
     for at, item in enumerate(items):
         if item.positions.size and not 0 <= item.positions.min() <= item.positions.max() < item.flat.numel():
             raise OutsideError(at)
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for what this thread has asked of a device: who carries the changes out may use another stream."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and device.type == accelerator.type:
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def _signed(bits: int) -> int:
