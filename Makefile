@@ -15,7 +15,7 @@ WHOLE_RUNS := $(addprefix tests/integration/,test_demo.py test_demo_buckets.py t
 .PHONY: help env demo test matrix trl-versions vllm-versions docs-check figures aot lint format clean
 
 help:
-	@echo "make demo               train SmolLM2-135M with TRL, serve it with vLLM, sync by deltas (about 15 minutes)"
+	@echo "make demo               train SmolLM2-135M with TRL, serve it with vLLM, sync by deltas (6 to 15 minutes)"
 	@echo "make demo MODEL=tiny    the same with a generated model (under 4 minutes after the environment exists)"
 	@echo "make demo BUCKET=…      through another bucket than a folder: hf://buckets/…, s3://…, gs://…, az://…"
 	@echo "make test               lint and all tests"

@@ -42,7 +42,7 @@ def headline() -> str:
         f"A GRPO step on SmolLM2-135M changes only **{min(shares):.2%}–{max(shares):.2%} of the bf16 weights**: "
         f"this project sends these\n**{min(sizes) / 1e6:.2f}–{max(sizes) / 1e6:.2f} MB instead of "
         f"{demo['full_bytes'] / 1e6:.0f} MB** through a bucket to running vLLM servers, which swap them in between "
-        f"two engine steps\n(a median pause of {pauses[len(pauses) // 2]:.0f} ms on two CPU cores) and prove "
+        f"two engine steps\n(a median pause of {pauses[len(pauses) // 2]:.1f} ms on two CPU cores) and prove "
         "that what they serve is, bit for bit, the trainer's version.\n(`make demo`, stored in "
         "[benchmarks/results/demo_smollm2.json](benchmarks/results/demo_smollm2.json).)"
     )
