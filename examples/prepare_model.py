@@ -137,12 +137,10 @@ def _tiny(kind: str):
         num_hidden_layers=2,
         max_position_embeddings=2048,
         tie_word_embeddings=kind.endswith("tied"),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
         # wide enough that the logits are not flat; the usual 0.02 belongs to models a hundred times as wide
         initializer_range=0.1,
         dtype="bfloat16",
+        **_special_tokens(tokenizer),
         **{"deepseek-v2": latent, "qwen2": odd}.get(kind, heads),
         **(experts if kind == "qwen3-moe" else {}),
     )
@@ -173,10 +171,8 @@ def _random_qwen3():
         head_dim=128,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
         dtype="bfloat16",
+        **_special_tokens(tokenizer),
     )
     torch.manual_seed(SEED)
     model = Qwen3ForCausalLM(config)
@@ -215,11 +211,11 @@ def _tiny_tokenizer():
 def _generation_config(tokenizer):
     from transformers import GenerationConfig
 
-    return GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    return GenerationConfig(**_special_tokens(tokenizer))
+
+
+def _special_tokens(tokenizer) -> dict[str, int]:
+    return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _smollm2():

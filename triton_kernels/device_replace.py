@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from delta_wire.kernels import coding, dispatch
-from delta_wire.kernels.devices import on_device
+from delta_wire.kernels.devices import on_device, to_torch
 from delta_wire.kernels.replacement import Change, OutsideError, Wrong, joined, only_wrong
 
 
@@ -26,26 +26,25 @@ class OnTriton:
         self._kernels = triton_scatter
         # whose addresses are held
         self._storages = [item.flat for item in items]
-        self._device = items[0].flat.device
+        device = items[0].flat.device
         self._bounds = np.cumsum([0, *(item.positions.size for item in items)]).tolist()
         # two bytes an element
         addresses = np.concatenate([item.flat.data_ptr() + 2 * item.positions for item in items])
-        self._addresses = torch.from_numpy(addresses).to(self._device)
-        values = np.concatenate([item.values for item in items]).view(np.int16)
-        self._new = torch.from_numpy(values).to(self._device)
+        self._addresses = to_torch(addresses).to(device)
+        self._new = to_torch(np.concatenate([item.values for item in items])).to(device)
         with on_device(self._new):
             self._old = triton_scatter.gather_at(self._addresses)
         self._found = torch.empty_like(self._old)
-        self._counts = torch.zeros(2, dtype=torch.int32, device=self._device)
-        relative = torch.from_numpy(joined([item.relative for item in items], np.bool_, items)).to(self._device)
-        if relative.numel():
-            self._new = torch.where(relative, coding.apply_steps(self._old, self._new).to(self._device), self._new)
+        self._counts = torch.zeros(2, dtype=torch.int32, device=device)
+        relative = joined([item.relative for item in items], np.bool_, items)
+        if relative.size:
+            self._new = _bits_of_steps(relative, self._old, self._new)
         self.lanes: list[tuple[int, int]] = []
         for item, part in zip(items, self._parts(), strict=True):
             self.lanes.append(_change_of_digest(item, self._old[part], self._new[part]))
             if item.expected is not None:
                 self._old[part] = _signed(item.expected)
-        _finish(self._device)
+        _finish(device)
 
     def run(self) -> Wrong:
         if not any(self._swap(self._new, self._old)):
@@ -85,10 +84,9 @@ class OnDevice:
             positions = torch.from_numpy(item.positions).to(device)
             old = dispatch.gather(item.flat, positions)
             # a mapped file is read-only and ends with the staging folder
-            new = torch.from_numpy(item.values.copy().view(np.int16)).to(device)
+            new = to_torch(item.values.copy()).to(device)
             if item.relative is not None:
-                relative = torch.from_numpy(item.relative.copy()).to(device)
-                new = torch.where(relative, coding.apply_steps(old, new).to(device), new)
+                new = _bits_of_steps(item.relative.copy(), old, new)
             self.lanes.append(_change_of_digest(item, old, new))
             if item.expected is not None:
                 old.fill_(_signed(item.expected))
@@ -115,6 +113,12 @@ def _require_inside(items: Sequence[Change]) -> None:
     for at, item in enumerate(items):
         if item.positions.size and not 0 <= item.positions.min() <= item.positions.max() < item.flat.numel():
             raise OutsideError(at)
+
+
+def _bits_of_steps(relative: np.ndarray, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new`, with bits in the place of steps, which it holds where `relative` is set."""
+    moved = coding.apply_steps(old, new).to(new.device)
+    return torch.where(torch.from_numpy(relative).to(new.device), moved, new)
 
 
 def _finish(device: torch.device) -> None:

@@ -188,6 +188,7 @@ class _OnHost:
 
 
 def only_wrong(counts: list[list[int]]) -> Wrong:
+    """Of the two counts of every change those that are not zero."""
     return {at: (stale, unwritten) for at, (stale, unwritten) in enumerate(counts) if stale or unwritten}
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,14 +47,16 @@ def forget(scheduler: Any, label: str) -> None:
     pools = {id(pool): pool for pool in [coordinator.block_pool, *(manager.block_pool for manager in managers)]}
     for pool in pools.values():
         _forget_pool(pool)
-        if scheduler.connector is not None:
-            # it may look for hashes among the free blocks, and keep what it finds
-            _reset(pool.blocks)
-    # No hash of a free block is found any more, and it is reset when the block is taken. There may be hundreds of
-    # thousands of them, and generation stands still.
-    for manager in managers:
-        for blocks in manager.req_to_blocks.values():
-            _reset(blocks)
+    if scheduler.connector is not None:
+        # it may look for hashes among the free blocks, and keep what it finds
+        stale = [pool.blocks for pool in pools.values()]
+    else:
+        # No hash of a free block is found any more, and it is reset when the block is taken. There may be hundreds of
+        # thousands of them, and generation stands still.
+        stale = [blocks for manager in managers for blocks in manager.req_to_blocks.values()]
+    for blocks in stale:
+        for block in blocks:
+            block.reset_hash()
     _salt([request for request in scheduler.requests.values() if request.num_computed_tokens], label)
 
 
@@ -65,11 +67,6 @@ def _forget_pool(pool: Any) -> None:
         from vllm.distributed.kv_events import AllBlocksCleared
 
         pool.kv_event_queue.append(AllBlocksCleared())
-
-
-def _reset(blocks: Iterable[Any]) -> None:
-    for block in blocks:
-        block.reset_hash()
 
 
 def _salt(requests: Sequence[Any], label: str) -> None:

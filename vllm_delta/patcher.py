@@ -50,6 +50,7 @@ class Plan:
 
     Args:
         writes: all of it; 6 to 14 bytes an element on a CPU.
+        lanes_sha256: of what it adds to the digest; a rank that has written it says so by this.
         pending, num_pending: regions and their changes that are not made ready yet, and elements of these.
         computed: parts of the model to compute anew, → their seals until then. The same on all ranks of
             a tensor-parallel group, whatever each of them holds of the change: computing may need all of them.
@@ -59,6 +60,7 @@ class Plan:
     pending: list[tuple[int, kernels.Change]] = field(default_factory=list)
     num_pending: int = 0
     lanes: LanesDict = field(default_factory=dict)
+    lanes_sha256: str = ""
     num_changed: int = 0
     computed: dict[Computed, Digest | None] = field(default_factory=dict)
     state: Literal["ready", "begun", "written", "undone"] = "ready"

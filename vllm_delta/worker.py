@@ -75,8 +75,6 @@ class Rank:
         self._lora = lora
         self._adapter: AdapterSlot | None = None
         self._plan: Plan | AdapterPlan | None = None
-        # of what the plan adds to each region
-        self._lanes_sha256 = ""
         # what makes, writes and takes back the plan
         self._writer: Any = None
         self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delta-plan")
@@ -181,8 +179,8 @@ class Rank:
         # the memory of an earlier plan goes first
         self._plan, self._writer = None, self.patcher
         self._plan = plan = make()
-        self._lanes_sha256 = hashlib.sha256(repr(plan.lanes).encode()).hexdigest()
-        return {"lanes": plan.lanes, "lanes_sha256": self._lanes_sha256, "num_changed": plan.num_changed}
+        plan.lanes_sha256 = hashlib.sha256(repr(plan.lanes).encode()).hexdigest()
+        return {"lanes": plan.lanes, "lanes_sha256": plan.lanes_sha256, "num_changed": plan.num_changed}
 
     def _plan_adapter(self, folder: str, name: str) -> dict[str, Any]:
         self._plan, self._writer = None, self.adapter
@@ -208,7 +206,9 @@ class Rank:
         start = time.perf_counter()
         self._writer.commit(self.plan)
         scatter_ms = (time.perf_counter() - start) * 1000
-        return {"lanes_sha256": self._lanes_sha256, "scatter_ms": scatter_ms, "computed": len(self._computed)}
+        # a plan of an adapter has none
+        lanes_sha256 = getattr(self.plan, "lanes_sha256", "")
+        return {"lanes_sha256": lanes_sha256, "scatter_ms": scatter_ms, "computed": len(self._computed)}
 
     def undo(self) -> dict[str, Any]:
         """Take the plan back. Main thread, between two steps."""
